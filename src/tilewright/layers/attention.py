@@ -1,6 +1,6 @@
-"""Self-attention, and layers that attend to encoder states instead (Llama-3.2-Vision).
+"""Self-attention, and cross-attention layers that attend to encoder states (Llama-3.2-Vision).
 
-Self-attention is one product for q, k and v, norm and rope in place, then attention over what the batch has: pages or
+Self-attention is one product for q, k and v, norm and rope in place, then attention over the batch's KV pages, or over
 the batch itself.
 """
 
@@ -27,7 +27,7 @@ from tilewright.weights.spec import HeadShard
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsConfig:
-    """The heads of an attention layer, of itself or of encoder states."""
+    """Heads of a self- or cross-attention layer."""
 
     width: int
     num_heads: int
@@ -36,7 +36,7 @@ class HeadsConfig:
 
     @property
     def multiply_adds_per_pair(self) -> int:
-        """Of one query and one key in this layer: their product, and the value's share of the result."""
+        """Multiply-adds of one query and one key in this layer: the score, and the value's share of the result."""
         return 2 * self.num_heads * self.head_width
 
 
@@ -46,30 +46,30 @@ class AttentionConfig(HeadsConfig):
     qk_norm: NormConfig | None = None  # RMS norm of each head of q and k before rope
     qkv_bias: bool = False
     output_bias: bool = False
-    window: int = 0  # tokens that a query sees at most, its own among them; 0: all
+    window: int = 0  # tokens that a query sees at most, itself included; 0: all
     scale: float | None = None  # of scores; None: head_width ** -0.5
-    soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they stay
-    output_gate: bool = False  # a head's query has a gate behind it, whose sigmoid multiplies what the head attends to
+    soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: no cap
+    output_gate: bool = False  # each head's query is followed by a gate, whose sigmoid multiplies the head's output
 
 
 @dataclass(frozen=True)
 class KvLayer:
-    """The keys and values that one attention layer keeps of a token, on this rank."""
+    """Keys and values that one attention layer stores per token, on this rank."""
 
     num_heads: int
     head_width: int
-    window: int = 0  # tokens that a query sees at most; 0: all, for as long as the sequence runs
+    window: int = 0  # tokens that a query sees at most; 0: all of the sequence
 
 
 def heads_of(config: HeadsConfig) -> HeadShard:
-    """This rank's."""
+    """Return this rank's heads."""
     return partition.current().heads("attention", config.num_heads, config.num_kv_heads, config.head_width)
 
 
 class Attention:
-    """What each token's heads attend to, side by side; `output` projects it back to the model's width.
+    """Self-attention: the concatenated outputs of the heads; `output` projects them back to the model's width.
 
-    `row_scale` names a vector [width] that multiplies what `output` gives.
+    `row_scale` names a vector [width] that multiplies the result of `output`.
     """
 
     def __init__(self, name: str, config: AttentionConfig, layer: int, *, row_scale: str | None = None) -> None:
@@ -127,7 +127,10 @@ class CrossAttentionConfig(HeadsConfig):
 
 
 class CrossAttention:
-    """What each token's heads attend to among the encoder states; queries and keys are RMS-normed, without rope."""
+    """Attention to encoder states: the concatenated outputs of the heads.
+
+    Queries and keys are RMS-normed, not rotated.
+    """
 
     def __init__(self, name: str, config: CrossAttentionConfig, layer: int, gate: str) -> None:
         self.config, self.layer = config, layer
@@ -151,7 +154,7 @@ class CrossAttention:
         return attended.view(h_RD.shape[0], -1)
 
     def store(self, states_ND: Tensor, cache: KvCache, slots_N: Tensor) -> None:
-        """Writes the keys and values of encoder states [N, D] to their slots."""
+        """Write the keys and values of encoder states [N, D] to their slots."""
         config = self.config
         key_value = self.key_value(states_ND).view(len(states_ND), -1, config.head_width)
         k_NGK, v_NGK = key_value.split(self.num_kv_heads, dim=1)
@@ -162,11 +165,11 @@ class CrossAttention:
 class CrossLayer:
     """x + tanh(gate) attention(norm(x)), then x + tanh(gate) mlp(norm(x)), for tokens that attend to encoder states.
 
-    The others are left as they are, bit for bit: Meta's own implementation masks both branches of theirs.
+    Other tokens are unchanged, bit for bit: Meta's own implementation masks both branches for them.
     """
 
     def __init__(self, name: str, config: CrossAttentionConfig, layer: int, mlp: MlpConfig, norm: NormConfig) -> None:
-        """`layer` counts cross-attention layers alone."""
+        """Make the layer; `layer` counts only cross-attention layers."""
         self.attention_norm = RmsNorm(f"{name}.input_layernorm", config.width, norm.eps, plus_one=norm.plus_one)
         self.attention = CrossAttention(f"{name}.cross_attn", config, layer, f"{name}.cross_attn_attn_gate")
         self.mlp_norm = RmsNorm(f"{name}.post_attention_layernorm", config.width, norm.eps, plus_one=norm.plus_one)
@@ -180,7 +183,7 @@ class CrossLayer:
         )
 
     def __call__(self, x_TD: Tensor, batch: Batch, rope: RopeTables, rows: Tensor | None = None) -> Tensor:
-        """x, updated in place; with `rows`, only those of its tokens."""
+        """Update x in place and return it; with `rows`, return only those rows."""
         if batch.cross is not None:
             rows_R = batch.cross.rows_R
             x_RD = x_TD if rows_R is None else embedding(rows_R, x_TD)
@@ -190,7 +193,7 @@ class CrossLayer:
         return x_TD if rows is None else x_TD[rows]
 
     def cost(self) -> Cost:
-        """Of a token that sees encoder states. Their keys and values are computed once, in `store`."""
+        """Return the cost of a token that sees encoder states, whose keys and values `store` computes once."""
         return linear_cost(self.attention.query, self.attention.output, self.mlp)
 
     def _update(self, x_RD: Tensor, cross: CrossBatch) -> None:

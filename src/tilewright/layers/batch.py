@@ -1,7 +1,7 @@
-"""What the layers of a language model read besides the hidden state: positions, and where keys and states lie.
+"""Inputs of a language model's layers besides the hidden state: positions, KV pages and recurrent states.
 
-Legend of shape suffixes: T packed tokens, D model width, H query heads, G kv heads, K head width, B sequences,
-V vocabulary, A rope axes, M tokens that are media, R tokens that attend to encoder states, S spans of these.
+Legend of shape suffixes: T packed tokens, D model width, H query heads, G kv heads, K head width, B sequences, V
+vocabulary, A rope axes, M media tokens, R tokens that attend to encoder states, S spans of these.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tilewright.ops.attention import KvCache, kv_store, paged_attention, varlen_
 
 
 def starts_of(lengths: Iterable[int]) -> Tensor:
-    """Where packed sequences of these lengths begin, and where the last one ends: int32 [B + 1], on the device.
+    """Return the starts of packed sequences of these lengths, and the end of the last: int32 [B + 1] on the device.
 
-    On another device than the host they are made there, of numbers that calls carry: copying them would take a wait.
+    On a device other than the host they are computed there from the numbers in kernel calls: a copy would have to wait.
     """
     place = backend.place()
     if place.is_host:
@@ -33,7 +33,7 @@ def starts_of(lengths: Iterable[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class MediaRun:
-    """Encoder features that take the place of a run of token embeddings, and those added after the first layers."""
+    """Encoder features that replace a run of token embeddings, and those added after the first layers."""
 
     rows_M: Tensor  # int64, which of the batch's tokens
     embeddings_MD: Tensor
@@ -42,16 +42,16 @@ class MediaRun:
 
 @dataclass
 class KeptStates:
-    """Hidden states of some tokens after so many layers, which something else than the head reads."""
+    """Hidden states of some tokens after `num_layers` layers, for a reader other than the head."""
 
     rows_M: Tensor  # int64, which of the batch's tokens
     num_layers: int  # at least 1, and not all of them
-    states_MD: Tensor | None = None  # once the batch is computed; memory of its own
+    states_MD: Tensor | None = None  # set once the batch is computed; in its own memory
 
 
 @dataclass(frozen=True)
 class CrossBatch:
-    """The tokens that attend to encoder states, in spans that attend to the same ones, and where those lie.
+    """Tokens that attend to encoder states, in spans that attend to the same states, and the pages of those.
 
     Tokens that attend to none (text alone, or before the first picture) are left out: a cross-attention layer does not
     change them.
@@ -66,24 +66,24 @@ class CrossBatch:
 
 @dataclass(frozen=True)
 class StateBatch:
-    """Where recurrent layers read the state before the tokens of each sequence, and write the states after them."""
+    """Slots of recurrent states: where each sequence's state is read, and the states after its tokens are written."""
 
     read_slots: Tensor  # int32 [B]; negative: the zero state
-    write_slots: Tensor  # int32 [T]: where the state after each token is kept; negative: nowhere
+    write_slots: Tensor  # slot of the state after each token; negative: not stored
     conv_states: Sequence[Tensor]  # per recurrent layer [slots, W - 1, C]
     delta_states: Sequence[Tensor]  # per recurrent layer [slots, H, K, V], fp32
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """Where the keys and values of a batch lie in layers that do not keep all tokens of a sequence."""
+    """Slots and pages of a batch in layers that do not keep all tokens of a sequence."""
 
-    slots_T: Tensor  # int64: as those of the batch, in other pages
-    block_table: Tensor  # int32 [B, pages]: in the place of pages that were given back, one that is always zero
+    slots_T: Tensor  # int64: like the batch's slots_T, in other pages
+    block_table: Tensor  # int32 [B, pages]; released pages are replaced by one that is always zero
 
 
 class SequenceBatch(Protocol):
-    """What self-attention and recurrent layers read of a batch: where its sequences begin, and what they attend to."""
+    """Inputs of self-attention and recurrent layers: where the sequences of a batch begin, and what they attend to."""
 
     @property
     def query_starts(self) -> Tensor:
@@ -103,7 +103,7 @@ class SequenceBatch(Protocol):
         scale: float | None,
         soft_cap: float,
     ) -> Tensor:
-        """Return what each query attends to [T, H, K], in self-attention layer `layer` (ops/attention.py)."""
+        """Return the attention output of each query [T, H, K] in self-attention layer `layer` (ops/attention.py)."""
 
 
 @dataclass(frozen=True)
@@ -112,17 +112,17 @@ class Batch:
 
     token_ids_T: Tensor  # int64
     positions_AT: Tensor  # int64
-    slots_T: Tensor  # int64: where each token's key and value are stored, page * page_size + place
+    slots_T: Tensor  # int64: where each token's key and value are stored, page * page_size + offset
     query_starts: Tensor  # int32 [B + 1]: sequence b has tokens query_starts[b] to query_starts[b + 1]
-    kv_lengths: Tensor  # int32 [B]: keys of sequence b, those of its tokens here included
+    kv_lengths: Tensor  # int32 [B]: keys of sequence b, including those of its tokens here
     block_table: Tensor  # int32 [B, pages]
     kv_caches: Sequence[KvCache]  # one per self-attention layer
-    windows: Mapping[int, PageTable] = field(default_factory=dict)  # of layers with these windows; others: as above
+    windows: Mapping[int, PageTable] = field(default_factory=dict)  # for layers with these windows; others: as above
     logit_rows: Tensor | None = None  # int64: tokens whose logits are wanted; None: all
     media: Sequence[MediaRun] = ()
     cross: CrossBatch | None = None  # None: no token attends to encoder states
     states: StateBatch | None = None  # None: the model has no recurrent layers
-    kept: KeptStates | None = None  # filled in by the decoder; such a batch is not recorded
+    kept: KeptStates | None = None  # filled by the decoder; such a batch is not recorded
 
     def attend(
         self,
@@ -135,7 +135,7 @@ class Batch:
         scale: float | None,
         soft_cap: float,
     ) -> Tensor:
-        """Attend over the layer's cache, after storing the tokens' keys and values there."""
+        """Store the tokens' keys and values in the layer's cache, then attend over it."""
         cache, pages = self.kv_caches[layer], self.windows.get(window, self)
         kv_store(k_TGK, v_TGK, cache, pages.slots_T)
         rules: dict[str, Any] = {"window": window, "scale": scale, "soft_cap": soft_cap}
@@ -144,13 +144,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class UncachedBatch:
-    """Whole sequences that are read once, as a text encoder does: they attend to each other, and nothing is kept.
+    """Whole sequences that are read once, as by a text encoder: they attend to themselves, and nothing is stored.
 
-    With `padding`, rows of a sequence after its text: they attend to all of the text, and nothing attends to them.
+    Rows of `padding` come after a sequence's text: they attend to all of the text, and nothing attends to them.
     """
 
     query_starts: Tensor  # int32 [B + 1]
-    text_rows: Tensor | None = None  # int64: which rows are text; None: all
+    text_rows: Tensor | None = None  # int64: rows that are text; None: all
     text_starts: Tensor | None = None  # int32 [B + 1], of the text's rows alone
     padding_rows: Tensor | None = None  # int64
     padding_starts: Tensor | None = None  # int32 [B + 1]

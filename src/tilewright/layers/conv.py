@@ -1,8 +1,8 @@
 """Convolutions of pictures and clips, channels last, and over time of streams that come in pieces.
 
-Each convolution of pictures knows its padding and may upsample what it reads: B pictures or clips, T frames, H rows,
-W columns, C channels. A layer of a stream [B, T, C] carries its last rows to the next piece, so that the result is the
-same, bit for bit, as if the stream came whole. Every rank has them whole: autoencoders and codecs are not split.
+Each convolution of pictures has its padding and may upsample its input: B pictures or clips, T frames, H rows, W
+columns, C channels. A layer of a stream [B, T, C] carries its last rows over to the next piece, so that the result is
+the same, bit for bit, as for the whole stream. Every rank has them whole: autoencoders and codecs are not split.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Padding = tuple[int, int, int, int]  # rows above and below, columns to the left
 
 
 class Conv2d:
-    """A convolution of pictures [B, H, W, C]; `padding` keeps their size unless said."""
+    """A convolution of pictures [B, H, W, C]; the default `padding` keeps their size."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class Conv2d:
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """activation(conv(norm(x))) + residual.
+        """Return activation(conv(norm(x))) + residual.
 
-        `padding`: of a part of a picture, with neighbours where the whole has zeros.
+        `padding` replaces the layer's, for a part of a picture that has neighbours where the whole has zeros.
         """
         return conv2d(
             x_BHWC,
@@ -70,7 +70,7 @@ class Conv2d:
 
 
 class UpsampleConv2d:
-    """A convolution of pictures [B, H, W, C] made twice as high and wide, every pixel repeated."""
+    """A convolution of pictures [B, H, W, C] after nearest-neighbour upsampling by two."""
 
     def __init__(self, name: str, in_channels: int, out_channels: int) -> None:
         self.in_channels, self.out_channels = in_channels, out_channels
@@ -84,14 +84,14 @@ class UpsampleConv2d:
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """conv(x) + residual, [B, 2 H, 2 W, O]; `rows`: what those rows [begin, end) of x become."""
+        """Return conv(x) + residual, [B, 2 H, 2 W, O]; `rows`: only the output of the rows [begin, end) of x."""
         return upsample_conv2d(x_BHWC, self.weight.value, rows=rows, residual=residual, out=out)
 
 
 class CausalConv3d:
-    """A convolution of clips [B, T, H, W, C] that sees no later frame; rows and columns keep their number.
+    """A convolution of clips [B, T, H, W, C] that sees no later frame and keeps their rows and columns.
 
-    A clip may come in pieces: `previous` is what came before, and zeros stand in its place at the beginning.
+    A clip may come in pieces: `previous` are the frames before, zeros at the beginning.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class CausalConv3d:
 
     @property
     def num_previous(self) -> int:
-        """Frames before a piece that it reads, beside those its stride leaves over."""
+        """Frames before a piece that it reads, apart from those its stride leaves over."""
         return self.kernel[0] - self.time_stride
 
     def __call__(
@@ -134,7 +134,7 @@ class CausalConv3d:
 
 
 class Stream:
-    """What one stream carries from piece to piece: of each layer the rows that it will look back at."""
+    """State of one stream between pieces: for each layer the rows it reads again."""
 
     def __init__(self) -> None:
         self.rows: dict[object, Tensor] = {}
@@ -145,7 +145,7 @@ class Stream:
 
 
 class Pieces:
-    """The next pieces of several streams, as long as each other, while they go through a network."""
+    """The next pieces of several streams, of equal length, while they go through a network."""
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
@@ -160,9 +160,10 @@ class Pieces:
         multiple: int = 1,
         bend: Snake | None = None,
     ) -> Tensor:
-        """x, or bend(x), behind the rows before it, up to `num_before`; the last so many are carried on.
+        """Return x, or bend(x), after up to `num_before` rows before it; keep the last `num_before` for the next piece.
 
-        At a stream's beginning there are none, or as many rows of zeros. Behind x are zeros up to a `multiple` of rows.
+        At the beginning of a stream there are none, or as many rows of zeros. x is padded with zeros to a `multiple` of
+        rows.
         """
         batch, length, channels = x_BTC.shape
         first = self._streams[0].rows.get(layer)
@@ -191,20 +192,21 @@ class Snake:
         self.waves = SnakeWaves(name, channels)
 
     def __call__(self, x_BTC: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """`out` may be x, or rows of a longer stream."""
+        """Return the result; `out` may be x, or rows of a longer stream."""
         return snake(x_BTC, *self.waves.value, out=out)
 
 
 class CausalConv1d:
-    """A convolution that sees `(kernel - 1) * dilation` rows before its own, zeros where the stream begins."""
+    """A convolution that sees `(kernel - 1) * dilation` rows before its own, zeros before the stream begins."""
 
     def __init__(self, name: str, in_channels: int, out_channels: int, kernel: int, *, dilation: int = 1) -> None:
         self.kernel, self.dilation, self.out_channels = kernel, dilation, out_channels
         self.weight = ConvWeight(name, out_channels, in_channels, (kernel,))
 
     def __call__(self, x_BTC: Tensor, pieces: Pieces, *, bend: Snake | None = None) -> Tensor:
-        """conv(x), or conv(bend(x)), [B, T, O]. Rows of the stream are those of a picture, and each of the `dilation`
-        phases is a column of it: they do not mix.
+        """Return conv(x), or conv(bend(x)), [B, T, O].
+
+        It is computed as a convolution of a picture whose columns are the `dilation` phases, which do not mix.
         """
         batch, length, channels = x_BTC.shape
         num_before = (self.kernel - 1) * self.dilation
@@ -214,21 +216,23 @@ class CausalConv1d:
 
 
 class PointwiseConv1d:
-    """A convolution of each row for itself, which is added to another stream."""
+    """A convolution of single rows, added to another stream."""
 
     def __init__(self, name: str, in_channels: int, out_channels: int) -> None:
         self.weight = ConvWeight(name, out_channels, in_channels, (1,))
 
     def __call__(self, x_BTC: Tensor, residual_BTO: Tensor) -> Tensor:
-        """residual, after conv(x) is added to it."""
+        """Add conv(x) to the residual and return it."""
         residual = residual_BTO[:, :, None]
         conv2d(x_BTC[:, :, None], self.weight.value, residual=residual, out=residual)
         return residual_BTO
 
 
 class TransposedConv1d:
-    """A transposed convolution, which makes `stride` rows of each: those that no later row will change, and only those
-    that have all the rows they are made of. Of a whole stream that leaves out (taps - 1) * stride rows at either end.
+    """A transposed convolution that makes `stride` rows of each row.
+
+    It returns only rows that have all their inputs and that no later row changes: of a whole stream that leaves out
+    (taps - 1) * stride rows at either end.
     """
 
     def __init__(self, name: str, in_channels: int, out_channels: int, kernel: int, stride: int) -> None:
@@ -246,7 +250,7 @@ class TransposedConv1d:
 
 
 class DepthwiseConv1d:
-    """A causal convolution of each channel for itself: few products of a channel, so no packed weight."""
+    """A causal depthwise convolution. With few products per channel, its weight is not packed."""
 
     def __init__(self, name: str, channels: int, kernel: int) -> None:
         self.kernel = kernel

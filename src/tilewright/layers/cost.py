@@ -1,4 +1,4 @@
-"""What a token reads and multiplies in parts of a network, by the sizes of their weights."""
+"""Bytes read and multiply-adds per token in parts of a network, from the sizes of their weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tilewright.weights.spec import iter_weights
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one token in some layers. Norms are some KB and are left out."""
+    """Cost of one token in some layers. Norms are some KB and are left out."""
 
-    weight_bytes: int = 0  # each packed weight once, of experts only those the token is sent to
+    weight_bytes: int = 0  # each packed weight once, of experts only those that the token selects
     multiply_adds: int = 0
-    expert_bytes_per_token: int = 0  # the part of weight_bytes that another token, sent elsewhere, reads anew
+    expert_bytes_per_token: int = 0  # the part of weight_bytes that another token, with other experts, reads anew
     expert_bytes: int = 0  # of all experts
 
     def __add__(self, other: Cost) -> Cost:
@@ -28,10 +28,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class DecoderCost:
-    """Of one token in a decoder, with the multiply-adds of one query and one key over all layers of a kind."""
+    """Cost of one token in a decoder, and multiply-adds of one query and one key over all layers of a kind."""
 
-    layers: Cost  # that every token goes through
-    cross_layers: Cost  # that a token which sees encoder states goes through besides
+    layers: Cost  # those that every token goes through
+    cross_layers: Cost  # those that a token which sees encoder states goes through in addition
     head: Cost
     multiply_adds_per_pair: int
     cross_multiply_adds_per_pair: int
@@ -39,21 +39,21 @@ class DecoderCost:
 
 @dataclass(frozen=True)
 class PredictorCost:
-    """Of one token in a multi-token predictor; the head of a draft is the model's."""
+    """Cost of one token in a multi-token predictor; the head of a draft is the model's."""
 
-    keys: Cost  # what computes its key and value
-    rest: Cost  # what only a draft goes through
+    keys: Cost  # of computing its key and value
+    rest: Cost  # of the part that only drafts go through
     multiply_adds_per_pair: int
 
 
 def linear_cost(*parts: object) -> Cost:
-    """Of all linears in some parts."""
+    """Return the cost of all linears in some parts."""
     linears = [weight for part in parts for weight in iter_weights(part) if isinstance(weight, LinearWeight)]
     return sum((_linear_cost(weight) for weight in linears), Cost())
 
 
 def expert_cost(experts: ExpertsWeight, num_chosen: int) -> Cost:
-    """Of a weight of experts, of which each token is sent to `num_chosen`."""
+    """Return the cost of an experts' weight of which each token uses `num_chosen` experts."""
     weights = experts.value
     chosen_bytes = num_chosen * weights.size_bytes // experts.num_experts
     return Cost(chosen_bytes, num_chosen * weights.n * weights.k, chosen_bytes, weights.size_bytes)

@@ -1,7 +1,7 @@
 """A decoder-only language model: token ids in, logits out.
 
-Every text family here is a config of it, in which each layer has a recipe of its own (`LayerSpec`): a family that does
-something new adds an option to a recipe.
+Every text family is a config of it, in which each layer has its own spec (`LayerSpec`): a family that needs something
+new adds an option to it.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from tilewright.ops.embedding import embedding, scatter_add_rows, scatter_rows
 from tilewright.ops.plan import empty, scope
 from tilewright.types import UnsupportedConfig
 
-LEAST_LAYERS_WITH_ENDS = 8  # of a decoder whose first and last layer are rounded less
+LEAST_LAYERS_WITH_ENDS = 8  # a shorter decoder does not keep its first and last layer more precise
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The recipe of one layer: x + attention(norm(x)), then x + mlp(norm(x)).
+    """Spec of one layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    `attention` says of which kind the layer is: over keys and values of its own sequence, over encoder states, or a
+    The type of `attention` decides the kind of the layer: self-attention, cross-attention to encoder states, or a
     recurrent state instead of keys and values.
     """
 
     attention: AttentionConfig | CrossAttentionConfig | GatedDeltaConfig
     mlp: MlpConfig | MoeConfig
     norm: NormConfig  # of the hidden state, before both
-    scales_rows: bool = False  # what attention and a dense MLP add is multiplied by a vector of the checkpoint
+    scales_rows: bool = False  # the outputs of attention and of a dense MLP are multiplied by vectors of the checkpoint
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class DecoderConfig:
     norm: NormConfig  # of the last layer's result
     tied: bool  # the head is the embedding table
     max_context: int
-    num_extra_embeddings: int = 0  # rows of the embedding table beyond the head's: tokens that are read, never written
+    num_extra_embeddings: int = 0  # embedding rows beyond the head's: tokens that are read, never generated
 
     @property
     def num_layers(self) -> int:
@@ -72,20 +72,20 @@ class DecoderConfig:
 
 
 def hidden_norm(name: str, width: int, config: NormConfig) -> RmsNorm:
-    """A norm of the hidden state."""
+    """Return a norm of the hidden state."""
     return RmsNorm(name, width, config.eps, plus_one=config.plus_one)
 
 
 def ropes_of(layers: Sequence[LayerSpec]) -> LayerRopes:
-    """The ropes of a decoder's layers."""
+    """Return the ropes of a decoder's layers."""
     configs = [spec.attention for spec in layers]
     return LayerRopes([config.rope if isinstance(config, AttentionConfig) else None for config in configs])
 
 
 class DecoderLayer:
-    """A layer that attends to its own sequence: over keys and values, or over a recurrent state.
+    """A layer with self-attention, or with a recurrent state.
 
-    `own` is which of the caches, or of the states, are its own.
+    `own` is the index of its cache, or of its state.
     """
 
     def __init__(self, name: str, spec: LayerSpec, own: int) -> None:
@@ -116,7 +116,7 @@ class DecoderLayer:
             )
 
     def __call__(self, x_TD: Tensor, batch: SequenceBatch, rope: RopeTables, rows: Tensor | None = None) -> Tensor:
-        """x, updated in place; with `rows`, only those of its tokens, though all leave keys and values, or a state."""
+        """Update x in place and return it; with `rows`, only those rows, though all store keys and values or states."""
         attended = self.attention(self.attention_norm(x_TD), batch, rope)
         if rows is not None:
             x_TD, attended = embedding(rows, x_TD), embedding(rows, attended)
@@ -128,14 +128,14 @@ class DecoderLayer:
 
 
 def kv_layers_of(layers: Iterable[DecoderLayer | CrossLayer]) -> tuple[KvLayer, ...]:
-    """Return what each self-attention layer keeps of a token, by which of the caches is its own."""
+    """Return what each self-attention layer stores per token, in the order of the caches."""
     return tuple(layer.attention.kv for layer in layers if isinstance(layer.attention, Attention))
 
 
 def _layers(name: str, specs: Sequence[LayerSpec]) -> list[DecoderLayer | CrossLayer]:
-    """The first and the last with care; of a few layers that would be most of them."""
+    """Make the layers; the first and the last with higher precision, unless there are only a few."""
     formats, last = precision.current(), len(specs) - 1
-    num_before: Counter[type] = Counter()  # layers of a kind, each of which has a cache or a state of its own
+    num_before: Counter[type] = Counter()  # layers of a kind, each with its own cache or state
     made: list[DecoderLayer | CrossLayer] = []
     for layer, spec in enumerate(specs):
         is_end = layer in (0, last) and len(specs) >= LEAST_LAYERS_WITH_ENDS
@@ -171,16 +171,16 @@ class Decoder:
 
     @property
     def kv_layers(self) -> tuple[KvLayer, ...]:
-        """What each self-attention layer keeps of a token, by which of the caches is its own."""
+        """What each self-attention layer stores per token, in the order of the caches."""
         return kv_layers_of(self.layers)
 
     @property
     def cross_layers(self) -> tuple[KvLayer, ...]:
-        """What each cross-attention layer keeps of an encoder state."""
+        """What each cross-attention layer stores per encoder state."""
         return tuple(layer.attention.kv for layer in self.layers if isinstance(layer, CrossLayer))
 
     def store_states(self, states_ND: Tensor, slots_N: Tensor, kv_caches: Sequence[KvCache]) -> None:
-        """Writes the keys and values of encoder states, for each cross-attention layer into its cache."""
+        """Write the keys and values of encoder states to each cross-attention layer's cache."""
         for layer in self.layers:
             if isinstance(layer, CrossLayer):
                 with scope():
@@ -202,23 +202,23 @@ class Decoder:
         return sum(config.multiply_adds_per_pair for config in configs if isinstance(config, kind))
 
     def checkpoint_name(self, name: str) -> str | None:
-        """`name`, or None for what some tools store though it follows from the rest: rotary tables and a tied head."""
+        """Return `name`, or None for redundant tensors that some tools store: rotary tables and a tied head."""
         redundant = name.endswith("rotary_emb.inv_freq") or (self.config.tied and name == "lm_head.weight")
         return None if redundant else name
 
     def __call__(self, batch: Batch) -> Tensor:
-        """fp32 logits [R, V] of the rows the batch asks for."""
+        """Return the fp32 logits [R, V] of the rows the batch asks for."""
         return self.logits(self.hidden(batch, batch.logit_rows))
 
     def embed(self, token_ids_T: Tensor, media: Sequence[MediaRun]) -> Tensor:
-        """What the first layer reads [T, D]: rows of the table, features in the place of those that are media."""
+        """Return the inputs of the first layer [T, D]: rows of the table, or features for media tokens."""
         x_TD = self.embed_tokens(token_ids_T)
         for run in media:
             scatter_rows(x_TD, run.rows_M, run.embeddings_MD)
         return x_TD
 
     def hidden(self, batch: Batch, rows: Tensor | None = None) -> Tensor:
-        """What the head reads, the normed result of the last layer: of the given rows [R, D], or of all [T, D]."""
+        """Return the normed output of the last layer, which the head reads: of the given rows [R, D], or all [T, D]."""
         x_TD = self.embed(batch.token_ids_T, batch.media)
         ropes = self.ropes.tables(batch.positions_AT)
         for i, layer in enumerate(self.layers[:-1]):
@@ -235,5 +235,5 @@ class Decoder:
         return out
 
     def logits(self, h_TD: Tensor) -> Tensor:
-        """fp32 [T, V] of what `hidden` gives."""
+        """Return the fp32 logits [T, V] of the output of `hidden`."""
         return self.head(h_TD, out_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Rows of the table of token embeddings, split over ranks by tokens; and the embedding of a diffusion timestep."""
+"""The table of token embeddings, split over ranks by tokens; and the embedding of a diffusion timestep."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tilewright.weights.spec import Weight
 
 
 class TokenEmbedding:
-    """The rows of ids [T, D]. A rank gives zeros for the tokens it does not have; the sum of all ranks is the row."""
+    """Look-up of token embeddings [T, D]. A rank gives zeros for tokens of other ranks; the sum of all is the row."""
 
     def __init__(self, name: str, num_tokens: int, width: int, head: GatheredLinear | None = None) -> None:
-        """Of the tensor `name`, or tied to the head: kept once then, as the head wants it."""
+        """Read the tensor `name`, or share the head's weight, in the head's format."""
         own = partition.current()
         self.num_tokens = num_tokens if head is None else head.width
         shard = own.width("vocabulary", self.num_tokens)
@@ -38,7 +38,7 @@ MAX_PERIOD = 10000.0
 
 
 class TimestepEmbedding:
-    """linear_2(silu(linear_1(waves of t))), in fp32: a few rows, which steer all others."""
+    """linear_2(silu(linear_1(waves of t))) in fp32: few rows, on which all others depend."""
 
     def __init__(self, name: str, num_waves: int, width: int, *, bias: bool = True) -> None:
         self.num_waves = num_waves
@@ -47,12 +47,12 @@ class TimestepEmbedding:
         self.linear_2 = Linear([(f"{name}.linear_2", width)], width, column_shard=inner, bias=bias)
 
     def __call__(self, timesteps: Tensor) -> Tensor:
-        """[n, width] of n timesteps, in thousandths of the whole way."""
+        """Return the embeddings [n, width] of n timesteps, in thousandths of the whole way."""
         return self.linear_2(self.linear_1(waves(timesteps, self.num_waves), activation="silu"))
 
 
 def waves(timesteps: Tensor, count: int) -> Tensor:
-    """cos, then sin, of each timestep over periods from 2 pi to 2 pi * 10,000: fp32 [n, count]."""
+    """Return cos, then sin, of each timestep over periods from 2 pi to 2 pi * 10,000: fp32 [n, count]."""
     half = count // 2
     frequencies = torch.exp(-math.log(MAX_PERIOD) / half * torch.arange(half, device=timesteps.device))
     angles = timesteps.float()[:, None] * frequencies

@@ -56,25 +56,25 @@ class GatedDeltaConfig:
 
 
 def heads_of(config: GatedDeltaConfig) -> HeadShard:
-    """This rank's value heads ("queries") and the key heads whose queries and keys they use ("keys")."""
+    """Return this rank's value heads ("queries") and the key heads whose queries and keys they use ("keys")."""
     widths = config.key_width, config.value_width
     return partition.current().heads("delta-net", config.value_heads, config.key_heads, *widths)
 
 
 def own_config(config: GatedDeltaConfig) -> GatedDeltaConfig:
-    """That of the heads this rank has."""
+    """Return the config of this rank's heads."""
     heads = heads_of(config)
     return replace(config, key_heads=heads.num_keys, value_heads=heads.num_queries)
 
 
 def _channels(config: GatedDeltaConfig, heads: HeadShard) -> Shard:
-    """Of all q, all k, all v."""
+    """Return this rank's shard of the channels: all q, all k, all v."""
     keys, values = heads.keys.times(config.key_width), heads.queries.times(config.value_width)
     return keys + keys.after(config.keys_width) + values.after(2 * config.keys_width)
 
 
 def _parts(config: GatedDeltaConfig, heads: HeadShard) -> list[tuple[str, int, Shard]]:
-    """The projections of Qwen3.5: one each for q|k|v, z, b and a."""
+    """Return the projections of Qwen3.5: one each for q|k|v, z, b and a."""
     return [
         ("in_proj_qkv", config.num_channels, _channels(config, heads)),
         ("in_proj_z", config.values_width, heads.queries.times(config.value_width)),
@@ -84,7 +84,7 @@ def _parts(config: GatedDeltaConfig, heads: HeadShard) -> list[tuple[str, int, S
 
 
 def _interleaved_parts(config: GatedDeltaConfig, heads: HeadShard) -> list[tuple[str, int, Shard]]:
-    """The projections of Qwen3-Next, by key head: its q, k, values and gates z; and its b and a."""
+    """Return the projections of Qwen3-Next, by key head: its q, k, values and gates z; and its b and a."""
     per_key = config.value_heads // config.key_heads
     key_width, value_width = config.key_width, config.value_width
     key_rows = 2 * key_width + 2 * per_key * value_width
@@ -109,9 +109,9 @@ def _interleaved_parts(config: GatedDeltaConfig, heads: HeadShard) -> list[tuple
 
 
 class GatedDeltaNet:
-    """What each token's heads read from their states, side by side; `output` projects it back to the model's width.
+    """A gated delta net: the concatenated outputs of the heads; `output` projects them back to the model's width.
 
-    `layer` counts recurrent layers alone.
+    `layer` counts only recurrent layers.
     """
 
     def __init__(self, name: str, config: GatedDeltaConfig, layer: int) -> None:
@@ -120,21 +120,21 @@ class GatedDeltaNet:
         heads = heads_of(config)
         channels, values = _channels(config, heads), heads.queries.times(config.value_width)
         parts = _interleaved_parts(config, heads) if config.interleaved else _parts(config, heads)
-        # The decay and beta of every head, which follow from b and a, act over a whole answer: they are not quantised.
+        # b and a, which give the decay and beta of every head, act over a whole answer: they are not quantised.
         self.projections = Linear(
             [(f"{name}.{part}", rows, shard) for part, rows, shard in parts],
             config.width,
             num_exact=1 if config.interleaved else 2,
         )
         self.conv = ConvTaps(f"{name}.conv1d", config.num_channels, config.num_taps, channels)
-        # The decay over a whole answer depends on these: fp32 as released, exact where a checkpoint has bf16.
+        # The decay over a whole answer depends on these: fp32 as released, exact if a checkpoint has bf16.
         self.a_log = Unpacked(f"{name}.A_log", config.value_heads, in_fp32=True, shard=heads.queries)
         self.dt_bias = Unpacked(f"{name}.dt_bias", config.value_heads, in_fp32=True, shard=heads.queries)
         self.norm = Unpacked(f"{name}.norm.weight", config.value_width, in_fp32=True)
         self.output = Linear([(f"{name}.out_proj", config.width)], config.values_width, column_shard=values)
 
     def __call__(self, h_TD: Tensor, batch: SequenceBatch, rope: RopeTables) -> Tensor:
-        """Positions are not used: the order of tokens is in the states."""
+        """Return the heads' outputs [T, H * V]. Positions are not used: the states carry the order of tokens."""
         config, states, starts = self.config, batch.states, batch.query_starts
         assert states is not None, "a model with recurrent layers was given a batch without states"
         slots = states.read_slots, states.write_slots
@@ -154,7 +154,7 @@ class GatedDeltaNet:
         return out_THV.view(h_TD.shape[0], -1)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q|k|v [T, C], z [T, H, V], b and a [T, H]: views where the parts lie as they are needed."""
+        """Return q|k|v [T, C], z [T, H, V], b and a [T, H]; views, except for interleaved projections."""
         config = self.config
         heads, values = config.value_heads, config.values_width
         if config.interleaved:

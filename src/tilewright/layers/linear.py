@@ -1,7 +1,7 @@
-"""Where a layer multiplies by a weight: nothing else in layers and models calls the linear and expert kernels.
+"""Products with weights: the only calls of the linear and expert kernels in layers and models.
 
-What a product needs besides its inputs is decided here: the format of the packed weight, the epilogue, and the
-collective where it is split over ranks (layers/partition.py). Adapters belong here too: models do not change for them.
+A product chooses the format of the packed weight, the epilogue, and the collective if it is split over ranks
+(layers/partition.py). Adapters belong here too: models do not change for them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tilewright.weights.spec import Shard, Weight, along
 class Linear:
     """x W^T + b. The parts of a fused projection (q, k and v; gate and up) are one product.
 
-    With `column_shard`, x is this rank's part of the inputs, and the products of all ranks are added up. The last
-    `num_exact` parts are never quantised: beside others that are, they are a product of their own.
+    With `column_shard`, x is this rank's part of the inputs, and the products of all ranks are summed. The last
+    `num_exact` parts are never quantised: beside quantised ones they are a separate product.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Linear:
         row_scale: str | None = None,
         num_exact: int = 0,
     ) -> None:
-        """As `LinearWeight`: parts are (name in the checkpoint, rows, and which of them this rank has)."""
+        """Describe the weight as in `LinearWeight`; parts are (name in the checkpoint, rows, this rank's shard)."""
         own, quantized_as = partition.current(), precision.current().products
         self._group = own.group if own.is_split and column_shard is not None else None
         first_exact = len(parts) - num_exact if quantized_as is not None else len(parts)
@@ -66,7 +66,7 @@ class Linear:
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight as the kernels read it, once it is loaded."""
+        """The loaded weight in the kernels' format."""
         assert self.exact is None, "the weight is two"
         return self.weight.value
 
@@ -79,7 +79,7 @@ class Linear:
         out: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """activation(x W^T + b) + residual for x [..., K]; of a gated weight activation(gate) * up + residual."""
+        """Return activation(x W^T + b) + residual for x [..., K], or activation(gate) * up + residual if gated."""
         weight = self.weight.value
         if self.exact is not None:
             assert residual is None and out is None, "a product in two parts is not added to anything"
@@ -95,7 +95,7 @@ class Linear:
         return add_up(self._group, partial, residual, out, out_dtype or x.dtype)
 
     def add_and_norm(self, x: Tensor, residual: Tensor, norm: RmsNorm) -> Tensor:
-        """norm(residual), after x W^T + b is added to the residual."""
+        """Add x W^T + b to the residual, and return norm(residual)."""
         if self._group is None:
             return norm(self(x, residual=residual, out=residual))
         partial = linear(x, self.weight.value, out_dtype=torch.float32)
@@ -112,7 +112,7 @@ def _multiply(
     out: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """As `ops.linear.linear`, for a weight that may be several, each in a format of its own."""
+    """Return `ops.linear.linear`, for a weight that may have several pieces, each in its own format."""
     if weight.next is None:
         return linear(x, weight, activation=activation, residual=residual, out=out, out_dtype=out_dtype)
     pieces = [weight]
@@ -130,20 +130,20 @@ def _multiply(
 
 
 def add_up(group: Group, partial: Tensor, residual: Tensor | None, out: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The sum of all ranks' partial sums, which are fp32, and the residual: rounded once."""
+    """Return the sum of all ranks' fp32 partial sums and the residual, rounded once."""
     if out is None:
         out = empty(tuple(partial.shape), dtype)
     if residual is not None:
         return group.all_reduce_add(partial, residual, out=out)
-    refuse_recording("a sum over ranks that is added to nothing")  # of encoders alone, whose passes are not recorded
+    refuse_recording("a sum over ranks that is added to nothing")  # only encoders do this, which are not recorded
     return out.copy_(group.all_reduce(partial))
 
 
 class GatheredLinear:
-    """x W^T + b of which each rank computes some columns, gathered: all ranks have the whole result."""
+    """x W^T + b of which each rank computes some columns; all ranks get the whole result."""
 
     def __init__(self, weight: Weight[PackedWeight], width: int, shard: Shard) -> None:
-        """`weight` has the rows `shard` of `width`."""
+        """Take a `weight` with the rows `shard` of `width`."""
         self.weight = weight
         self.width = width
         self._shard = shard
@@ -153,7 +153,7 @@ class GatheredLinear:
     def named(
         cls, name: str, width: int, columns: int, *, what: str, bias: bool = False, is_head: bool = False
     ) -> GatheredLinear:
-        """Of a weight [width, columns] of the checkpoint; `what` it is, for the note on padding."""
+        """Return the linear of a checkpoint's weight [width, columns]; `what` names it in the warning about padding."""
         shard = partition.current().width(what, width)
         formats = precision.current()
         quantized_as = formats.head if is_head else formats.products
@@ -162,7 +162,7 @@ class GatheredLinear:
 
     @property
     def packed(self) -> PackedWeight:
-        """This rank's rows of the weight, once it is loaded."""
+        """This rank's rows of the loaded weight."""
         return self.weight.value
 
     def __call__(
@@ -173,7 +173,7 @@ class GatheredLinear:
         out: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """x W^T + b + residual [N, width] for x [N, K]."""
+        """Return x W^T + b + residual [N, width] for x [N, K]."""
         return gathered(self._group, x, self.weight.value, self._shard, self.width, residual, out, out_dtype)
 
 
@@ -187,7 +187,7 @@ def gathered(
     out: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """x W^T + b + residual, of which this rank computes the columns `shard`."""
+    """Return x W^T + b + residual, of which this rank computes the columns `shard`."""
     if group.size == 1:
         return linear(x, weight, residual=residual, out=out, out_dtype=out_dtype)
     own_residual = None if residual is None else along(residual, 1, shard)
@@ -198,7 +198,7 @@ def gathered(
 
 
 class PatchEmbedding:
-    """A Conv3d over patches, whose stride is its kernel, as a product; stills have a kernel summed over time."""
+    """A Conv3d over patches, with stride equal to its kernel, as a product; for stills the kernel is summed."""
 
     def __init__(self, name: str, shape: tuple[int, int, int, int, int], *, bias: bool = True) -> None:
         own = partition.current()
@@ -217,7 +217,7 @@ class PatchEmbedding:
 
 
 class Experts:
-    """The sum over a token's experts of weight * down(act(gate) * up). Each rank has a part of every expert's width."""
+    """Sum over a token's experts of weight * down(act(gate) * up). Each rank has a part of every expert's width."""
 
     def __init__(self, name: str, num_experts: int, width: int, inner_width: int, stored: ExpertFormat) -> None:
         own = partition.current()
@@ -250,7 +250,7 @@ class Experts:
     def __call__(
         self, x_TD: Tensor, ids: Tensor, weights: Tensor, *, activation: str, residual: Tensor, out: Tensor
     ) -> Tensor:
-        """ids and weights [T, k] as `ops.moe.route` gives them."""
+        """Return the result for ids and weights [T, k] from `ops.moe.route`."""
         gate_up, down = self.gate_up.value, self.down.value
         if self._group is None:
             return moe(x_TD, ids, weights, gate_up, down, activation=activation, residual=residual, out=out)

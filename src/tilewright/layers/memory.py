@@ -1,9 +1,9 @@
-"""What layers keep between calls: memory for feature maps, and the last results of a diffusion transformer's blocks.
+"""State of layers between calls: reusable memory for feature maps, and first-block caching of diffusion steps.
 
-Steps of a diffusion transformer follow each other closely, and so do what its blocks add to the hidden state. With
+Consecutive steps of a diffusion transformer are similar, and so is what its blocks add to the hidden state. With
 first-block caching the first block is always computed; if what it adds has changed by less than a threshold since the
-last step that was computed whole, the other blocks are taken to add what they added then. An approximation: off unless
-a request asks for it.
+last full step, the other blocks are assumed to add what they added then. An approximation: off unless a request asks
+for it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tilewright.ops.plan import empty_in_huge_pages
 
 
 class FeatureMemory:
-    """Feature maps are tens to hundreds of MB: fresh memory costs a page fault per 4 KB of each, a used one nothing.
+    """Reused memory for feature maps of tens to hundreds of MB: fresh memory costs a page fault per 4 KB.
 
-    A layer takes what it writes and gives back what nobody reads any more, so that at any time as many maps are in
-    memory as are needed. The torch backend's tensors are torch's own to keep.
+    A layer takes memory for its output and gives back what is no longer read, so that no more maps are in memory than
+    needed. The torch backend's tensors are allocated by torch.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class FeatureMemory:
         self.peak_bytes = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of any contents: the smallest free memory that it fits into, or new one."""
+        """Return an uninitialised tensor in the smallest free memory that it fits, or in new memory."""
         if backend.active() != "native":
             return torch.empty(shape, dtype=dtype, device=backend.device())
         size_bytes = max(math.prod(shape) * dtype.itemsize, 1)
@@ -39,7 +39,8 @@ class FeatureMemory:
         if fitting:
             memory = self._free.pop(min(fitting, key=lambda i: self._free[i].numel()))
         else:
-            # All that is free is smaller. Maps grow from stage to stage or shrink: it would lie idle beside this.
+            # All free memory is too small. Maps grow or shrink from stage to stage: it would lie idle, so it is
+            # dropped.
             self._free.clear()
             memory = empty_in_huge_pages(size_bytes, torch.uint8)
         self._taken[memory.data_ptr()] = memory
@@ -51,24 +52,28 @@ class FeatureMemory:
         return self.take(tuple(x.shape), x.dtype)
 
     def give(self, x: Tensor) -> None:
-        """What `take` handed out is free again; of memory that is someone else's this is no news."""
+        """Free what `take` returned; other memory is ignored."""
         memory = self._taken.pop(x.data_ptr(), None)
         if memory is not None:
             self._free.append(memory)
 
 
 class StepCache:
-    """What the blocks of one run added, at the last step that was computed whole."""
+    """What the blocks of one run added at the last full step."""
 
     def __init__(self, threshold: float) -> None:
-        """`threshold` is the mean change of what the first block adds, relative to its mean size; 0 reuses nothing."""
+        """Reuse results while the mean change of the first block's addition, relative to its size, is below
+        `threshold`.
+
+        A `threshold` of 0 reuses nothing.
+        """
         self.threshold = threshold
         self.num_computed = self.num_reused = 0
         self._first: Tensor | None = None
         self._rest: Tensor | None = None
 
     def run(self, x: Tensor, first: Callable[[], object], rest: Callable[[], object]) -> None:
-        """x, updated in place by `first` and `rest`, or by `first` and what `rest` added before."""
+        """Update x in place by `first` and `rest`, or by `first` and the cached addition of `rest`."""
         if self.threshold <= 0:
             first()
             rest()

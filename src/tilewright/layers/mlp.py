@@ -15,14 +15,14 @@ from tilewright.ops.moe import route
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.linear import ExpertFormat
 
-# Narrower models have their down projections rounded less: in two of 576 and 896 columns, these made a third to two
-# thirds of the divergence.
+# Narrower models keep their down projections more precise: with 576 and 896 columns these made a third to two thirds of
+# the divergence.
 LEAST_WIDTH_WITHOUT_CARE = 1024
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_erf", "quick_gelu": "gelu_quick"}
 
 
 def activation_named(name: str) -> str:
-    """The op's name for an activation as checkpoints call it."""
+    """Return the op's name for an activation named as in checkpoints."""
     if name not in _ACTIVATIONS:
         raise UnsupportedConfig(f"hidden_act is {name!r}, expected one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
@@ -38,7 +38,7 @@ class MlpConfig:
 class GatedMlp:
     """x + down(act(gate(h)) * up(h)), updating x.
 
-    `tanh_scale` names a scalar whose tanh multiplies what is added, `row_scale` a vector [width] that does.
+    `tanh_scale` names a scalar whose tanh multiplies the addend, `row_scale` a vector [width] that multiplies it.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class GatedMlp:
             )
 
     def __call__(self, x_TD: Tensor, h_TD: Tensor, *, gate: Tensor | None = None) -> None:
-        """With `gate` [T, 1], its sigmoid multiplies what is added: before the last product, whose inputs are fewer."""
+        """Update x. The sigmoid of `gate` [T, 1] multiplies the inputs of the last product, fewer than its outputs."""
         inner = self.gate_up(h_TD, activation=self.activation)
         if gate is not None:
             sigmoid_gate(inner, gate, out=inner)
@@ -83,14 +83,14 @@ class MoeConfig:
     num_experts: int
     experts_per_token: int
     expert_width: int
-    renormalize: bool  # the weights of a token's experts sum to one
+    renormalize: bool  # the weights of a token's experts are normalised to sum to one
     activation: str
-    stored: ExpertFormat  # how the checkpoint keeps the experts
-    shared_width: int = 0  # of an expert that all tokens go through, times the sigmoid of a gate; 0: there is none
+    stored: ExpertFormat  # how the checkpoint stores the experts
+    shared_width: int = 0  # of an expert for all tokens, times the sigmoid of a gate; 0: none
 
 
 class SparseMlp:
-    """x + the weighted sum of the token's experts, and of the shared one where there is one, updating x."""
+    """x + the weighted sum of the token's experts, and of the shared one if there is one, updating x."""
 
     def __init__(self, name: str, width: int, config: MoeConfig) -> None:
         self.config = config

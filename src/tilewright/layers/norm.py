@@ -1,4 +1,4 @@
-"""LayerNorm, RMSNorm and GroupNorm with the weights that a checkpoint has for them."""
+"""LayerNorm, RMSNorm and GroupNorm with their weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LayerNorm:
         return layer_norm(x, self.weight.value, self.bias.value if self.bias else None, self.eps, out=out)
 
 
-# Rows that are scaled at a time: their fp32 copies stay in a core's cache.
+# Rows scaled at a time: their fp32 copies stay in a core's cache.
 BLOCK_ROWS = 256
 
 
@@ -48,7 +48,7 @@ class RmsNorm:
 
 
 class SplitRmsNorm:
-    """The same of rows [T, width] of which each rank has the columns `shard`: a norm over heads that are split."""
+    """RMSNorm of rows [T, width] of which each rank has the columns `shard`: a norm over heads that are split."""
 
     def __init__(self, name: str, width: int, eps: float, shard: Shard) -> None:
         self.width, self.eps = width, eps
@@ -63,13 +63,13 @@ class SplitRmsNorm:
             scale_rows(x, self.weight.value.float(), self._scales(x, self._group))
 
     def _scales(self, x: Tensor, group: Group) -> Tensor:
-        """1 / sqrt(mean(x^2) + eps) of each whole row: ranks add up one number a row, where a gather would move all."""
+        """Return 1 / sqrt(mean(x^2) + eps) of each whole row; ranks sum one number per row."""
         squares = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).square_()
         return group.all_reduce(squares).div_(self.width).add_(self.eps).rsqrt_()
 
 
 def scale_rows(x: Tensor, weight: Tensor, scales: Tensor) -> None:
-    """x [T, D] times fp32 weight [D] and scales [T], in place and rounded once."""
+    """Multiply x [T, D] by fp32 weight [D] and scales [T], in place and rounded once."""
     for begin in range(0, len(x), BLOCK_ROWS):
         rows = x[begin : begin + BLOCK_ROWS]
         rows.copy_(rows.float().mul_(scales[begin : begin + BLOCK_ROWS, None]).mul_(weight))
@@ -77,7 +77,7 @@ def scale_rows(x: Tensor, weight: Tensor, scales: Tensor) -> None:
 
 @dataclass(frozen=True)
 class NormTable:
-    """A norm whose statistics are known, for the convolution that reads what it norms."""
+    """A norm with known statistics, for the convolution that reads the normed values."""
 
     table: Tensor  # [B, 3, C]
     activation: str
@@ -92,16 +92,16 @@ class GroupNorm:
         self.bias = Unpacked(f"{name}.bias", channels)
 
     def __call__(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Of x [B, ..., C]; `out` may be x."""
+        """Return the norm of x [B, ..., C]; `out` may be x."""
         return group_norm(
             x, self.num_groups, self.weight.value, self.bias.value, self.eps, activation=self.activation, out=out
         )
 
     def statistics(self, x: Tensor) -> Tensor:
-        """Mean and variance [B, groups, 2] of x [B, ..., C]."""
+        """Return mean and variance [B, groups, 2] of x [B, ..., C]."""
         return group_statistics(x, self.num_groups)
 
     def table(self, statistics: Tensor) -> NormTable:
-        """The norm of what has such statistics."""
+        """Return the norm for these statistics."""
         table = group_norm_table(statistics, self.weight.value, self.bias.value, self.eps)
         return NormTable(table, self.activation)

@@ -1,12 +1,12 @@
-"""How a model is split over the ranks of a group, while it is built: each layer asks for its part.
+"""Splits a model over the ranks of a group while it is built: each layer asks for its part.
 
     with partition.use(Partition(group)) as parts:
         model = family.build(config, shapes)     # layers hold this rank's heads, widths and rows
-    parts.warn()                                 # what was padded, said once
+    parts.warn()                                 # log once what was padded
 
-Linears that read a part of their inputs give a part of a sum, and add up with the other ranks; those that write a part
-of their outputs leave it to the next one to read, or gather it (layers/linear.py). Norms, the router of experts and
-tables of positions are whole on every rank: they are small, and all of them are read for every token.
+Linears that read a part of their inputs compute a partial sum and add it up with the other ranks; those that compute a
+part of their outputs leave it to the next one to read, or gather it (layers/linear.py). Norms, the router of experts
+and position tables are whole on every rank: they are small, and all of them are read for every token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class ThreadSetting(threading.local, Generic[T]):
-    """What `make_default` gives, unless within `use`."""
+    """A value per thread: `make_default()`, or the one given to `use`."""
 
     def __init__(self, make_default: Callable[[], T]) -> None:  # called again on each thread that reads it
         self._value = make_default()
@@ -46,10 +46,10 @@ _log = logging.getLogger(__name__)
 
 
 class Partition:
-    """The parts of this rank. `padded` and `copied` note what did not divide, and how many all ranks have together."""
+    """Computes this rank's parts. `padded` and `copied` record axes that did not divide, with totals over all ranks."""
 
     def __init__(self, group: Group, block: int = 1) -> None:
-        """`block` entries of each axis share a scale in a quantised checkpoint: they stay together."""
+        """Take the ranks; `block` entries of each axis share a scale in a quantised checkpoint and stay together."""
         self.group = group
         self.block = block
         self.padded: dict[tuple[str, int], int] = {}
@@ -60,7 +60,7 @@ class Partition:
         return self.group.size > 1
 
     def heads(self, what: str, num_queries: int, num_keys: int | None, *head_widths: int) -> HeadShard:
-        """This rank's query heads and the key-value heads they read; `num_keys`: None where each has its own."""
+        """Return this rank's query heads and the kv heads they read; `num_keys`: None if each query has its own."""
         keys = num_queries if num_keys is None else num_keys
         together = heads_together(self.block, *head_widths) if self.is_split else 1
         shard = split_heads(num_queries, keys, self.group.rank, self.group.size, together)
@@ -71,17 +71,17 @@ class Partition:
         return shard
 
     def width(self, what: str, width: int) -> Shard:
-        """This rank's entries of an axis."""
+        """Return this rank's entries of an axis."""
         shard = split_width(width, self.group.rank, self.group.size, self.block)
         _note(self.padded, what, width, shard.length * self.group.size)
         return shard
 
     def on_first_rank(self, length: int) -> Shard:
-        """An axis that the first rank has, and the others as zeros: a bias that is added to a sum over ranks."""
+        """Return an axis that the first rank has, with zeros on others: a bias that is added to a sum over ranks."""
         return Shard.whole(length) if self.group.rank == 0 else Shard(((PADDING, length),))
 
     def warn(self) -> None:
-        """Tells what was padded and copied, once: the first rank does, for all."""
+        """Log what was padded and copied, once, on the first rank."""
         if self.group.rank != 0:
             return
         for how, noted in (("padded with zeros", self.padded), ("kept by each rank that reads them", self.copied)):
@@ -99,7 +99,7 @@ _setting = ThreadSetting(lambda: Partition(SingleGroup()))
 
 
 def current() -> Partition:
-    """What layers that this thread builds are split by; one rank alone unless `use` says otherwise."""
+    """Return the partition of layers that this thread builds; a single rank outside `use`."""
     return _setting.current()
 
 

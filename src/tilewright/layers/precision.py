@@ -1,10 +1,10 @@
-"""In which formats the weights of a model are packed, while it is built: each product asks.
+"""Chooses the formats of a model's packed weights while it is built: each product asks.
 
     with precision.use(precision.named("int4")):
         model = family.build(config, shapes)
 
-What is small or steers much stays in the model's own type: norms, position tables, patch embeddings, the router of
-experts and its shared gate, the gates b and a of delta nets.
+Small or sensitive weights stay in the model's own type: norms, position tables, patch embeddings, the router of experts
+and its shared gate, the gates b and a of delta nets.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ from dataclasses import dataclass, replace
 from tilewright.layers.partition import ThreadSetting
 from tilewright.types import RequestError
 
-# A quantised format and how many values of a row share a scale, 0 for all of them, as `ops.packed.weight_format` takes
-# them; None: the model's own type.
+# A quantised format and how many values of a row share a scale, 0 for the whole row, as in `ops.packed.weight_format`;
+# None: the model's own type.
 Format = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Precision:
-    """`products` is the format of linears and experts, `head` that of the output head, also where it is the table of
-    token embeddings too. `careful`, if there is one, is that of linears where an error costs most: attention of text
-    decoders, all of their first and last layer, and the down projections of narrow ones."""
+    """Formats of a model's weights.
+
+    `products` is the format of linears and experts, `head` that of the output head, also if it is the embedding table.
+    `careful`, if given, is that of the linears most sensitive to errors: attention of text decoders, all of their first
+    and last layer, and the down projections of narrow ones.
+    """
 
     products: Format | None = None
     head: Format | None = None
     careful: Format | None = None
-    keeps_quants: bool = True  # those of quantised tensors of a checkpoint, where `products` says nothing else
+    keeps_quants: bool = True  # quantised tensors of a checkpoint keep their quants, unless `products` says otherwise
 
     @property
     def block(self) -> int:
@@ -38,17 +41,17 @@ class Precision:
 
     @property
     def with_care(self) -> Precision:
-        """That of what an error in costs most."""
+        """The precision of the most sensitive linears."""
         return self if self.careful is None else replace(self, products=self.careful)
 
 
-# The head's rows are as many as the vocabulary's, and an error there chooses another token: 8 bits at least.
+# The head has a row per vocabulary token, and an error there chooses another token: 8 bits at least.
 _NAMED = {
-    # Rotated, since values that stand out, those of activations most of all, spoil whole rows: without it they cost ten
-    # times the divergence. Groups cost as much as their products take, where there are tiles.
+    # Rotated, since outliers, those of activations above all, spoil whole rows: without it int8 costs ten times the
+    # divergence. Groups would take as long as their products on machines with tiles.
     "int8": Precision(("int8_rotated", 0), ("int8_rotated", 0)),
-    # Groups with bases, and of whole steps, so that prompts are products of bytes. Attention is a small part of layers,
-    # and of the divergence more than half.
+    # Groups with bases and whole-number steps, so that prompts are products of bytes. Attention is a small part of
+    # layers, and more than half of the divergence.
     "int4": Precision(("int4_rotated", 32), ("int8_rotated", 0), careful=("int8_rotated", 0)),
     "fp8": Precision(("fp8", 128), ("fp8", 128)),
     "none": Precision(keeps_quants=False),
@@ -56,9 +59,9 @@ _NAMED = {
 
 
 def named(name: str | None) -> Precision:
-    """What `quantize` names, but for "auto" (engine/load/loading.py).
+    """Return the precision named by `quantize`, except "auto" (engine/load/loading.py).
 
-    None: weights stay as the checkpoint has them, quantised or not.
+    None: weights stay as in the checkpoint, quantised or not.
     """
     if name is not None and name not in _NAMED:
         raise RequestError(f"quantize is {name!r}, expected {', '.join(_NAMED)} or auto")
@@ -69,7 +72,7 @@ _setting = ThreadSetting(Precision)
 
 
 def current() -> Precision:
-    """That of layers which this thread builds; nothing is quantised unless `use` says otherwise."""
+    """Return the precision of layers that this thread builds; nothing is quantised outside `use`."""
     return _setting.current()
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions: of a language model, by its config, and on the axes of pictures and videos."""
+"""Rotary positions of language models, from their config, and on the axes of pictures and videos."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilewright.types import UnsupportedConfig
 
 
 def rope_parameters(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The rope entries of a config beside `rope_theta`: one table, also where it has equal ones for each layer type."""
+    """Return the rope entries of a config beside `rope_theta`; equal tables for several layer types count as one."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise UnsupportedConfig(f"rope parameters are {given!r}, expected a table")
@@ -36,16 +36,16 @@ def rope_parameters(config: Mapping[str, object]) -> Mapping[str, object]:
 class RopeConfig:
     """The rope entries of a checkpoint's config, under whichever of their names it uses."""
 
-    width: int  # of a head's first elements that are turned: all of them, or the part a config says
+    width: int  # how many of a head's first elements are rotated: all, or the part a config says
     theta: float
     scaling: Mapping[str, object] = field(default_factory=dict)
     max_positions: int = 0  # max_position_embeddings
 
     @classmethod
     def from_dict(cls, config: Mapping[str, object], head_width: int) -> RopeConfig:
-        # `rope_parameters` holds all of it in newer files; older ones have `rope_theta` beside `rope_scaling`.
+        # Newer files have all of it in `rope_parameters`, older ones `rope_theta` beside `rope_scaling`.
         parameters = dict(rope_parameters(config))
-        if "original_max_position_embeddings" in config:  # Phi-3's place for it
+        if "original_max_position_embeddings" in config:  # where Phi-3 has it
             parameters.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
         theta = _number("rope_theta", parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
         max_positions = _number("max_position_embeddings", config.get("max_position_embeddings"))
@@ -53,16 +53,16 @@ class RopeConfig:
         width = int(head_width * _number("partial_rotary_factor", part))
         if not 0 < width <= head_width or width % 2:
             raise UnsupportedConfig(
-                f"partial_rotary_factor is {part}, which turns {width} elements of a head of {head_width}, expected an "
+                f"partial_rotary_factor is {part}, which rotates {width} elements of a head of {head_width}, expected an "
                 f"even number, 2 to {head_width}"
             )
         return cls(width, theta, parameters, int(max_positions))
 
     @property
     def longest_context(self) -> int:
-        """Tokens that scaling stretches the context to, as vLLM counts: what the model was trained on times the factor.
+        """Context length with scaling, as vLLM computes it: the trained length times the factor.
 
-        longrope and llama3 configs give the stretched length itself.
+        longrope and llama3 configs give the scaled length itself.
         """
         if self.kind not in ("linear", "dynamic", "yarn"):
             return self.max_positions
@@ -74,7 +74,7 @@ class RopeConfig:
 
     @property
     def factor(self) -> float:
-        """Of scaling; where a config leaves it out, how much longer its context is than the one it was trained on."""
+        """Scaling factor; without one in the config, its context length over the trained one."""
         return self._positive("factor", self.max_positions / self.trained_context)
 
     @property
@@ -91,7 +91,7 @@ class RopeConfig:
         return value
 
     def numbers(self, key: str) -> Tensor:
-        """One for each frequency."""
+        """Return scaling[key], one number per frequency."""
         values = self.scaling.get(key)
         if not isinstance(values, (list, tuple)) or len(values) != self.width // 2:
             found = f"{len(values)} entries" if isinstance(values, (list, tuple)) else repr(values)
@@ -107,11 +107,11 @@ def _number(name: str, value: object, verb: str = " is") -> float:
     return float(value)
 
 
-RopeTables = tuple[Tensor, Tensor]  # cos and sin, fp32 [T, R/2] each, R of a head's elements being turned
+RopeTables = tuple[Tensor, Tensor]  # cos and sin, fp32 [T, R/2] each, for R rotated elements of a head
 
 
 class Rope:
-    """cos and sin tables for positions on one axis, or on three that are interleaved over the frequencies (M-RoPE)."""
+    """cos and sin tables for positions on one axis, or on three with sections of frequencies each (M-RoPE)."""
 
     def __init__(self, config: RopeConfig) -> None:
         self.config = config
@@ -126,16 +126,16 @@ class Rope:
             axis_of_frequency = axes(list(section))  # type: ignore[call-overload]
             if len(axis_of_frequency) != len(self.inv_freq):
                 raise UnsupportedConfig(
-                    f"mrope_section is {section!r}, expected a sum of {len(self.inv_freq)}: half of the turned part of "
+                    f"mrope_section is {section!r}, expected a sum of {len(self.inv_freq)}: half of the rotated part of "
                     "a head"
                 )
         self.axis_of_frequency = axis_of_frequency.to(backend.device())
 
     def fit(self, max_context: int) -> None:
-        """Chooses the frequencies for contexts of up to `max_context` tokens, where they depend on the length.
+        """Choose the frequencies for contexts of up to `max_context` tokens, if they depend on the length.
 
-        Once for all sequences, as vLLM does: transformers chooses anew as a sequence grows, but keys that were turned
-        by other frequencies are in the cache then, and shared with other sequences.
+        Once for all sequences, as in vLLM: transformers chooses anew as a sequence grows, but by then keys rotated with
+        other frequencies are in the cache, and shared with other sequences.
         """
         inv_freq, self.attention_scaling = _frequencies(self.config, max_context)
         self.inv_freq = inv_freq.to(backend.device())
@@ -145,10 +145,10 @@ class Rope:
 
 
 class LayerRopes:
-    """The rope of each layer of a decoder; layers with equal configs share one, and its tables."""
+    """The rope of each layer of a decoder; layers with equal configs share one and its tables."""
 
     def __init__(self, configs: Sequence[RopeConfig | None]) -> None:
-        """`configs` are those of the layers; None: the layer has no rope."""
+        """Take the configs of the layers; None: the layer has no rope."""
         distinct: list[RopeConfig] = []
         for config in configs:
             if config is not None and config not in distinct:
@@ -170,28 +170,28 @@ class LayerRopes:
         return next(rope for rope in self.ropes if rope.config == config)
 
     def tables(self, positions_AT: Tensor) -> list[RopeTables]:
-        """Return the tables that each layer reads; one without rope gets those of another, and reads none."""
+        """Return the tables of each layer; a layer without rope gets those of another and ignores them."""
         made = [rope.tables(positions_AT) for rope in self.ropes]
         return [made[place] for place in self._of_layer]
 
 
 class AxialRope:
-    """Tables for positions on several axes, each of which turns a part of a head, in pairs of neighbours 2j, 2j + 1."""
+    """Tables for positions on several axes; each rotates a part of a head, in pairs of neighbours 2j, 2j + 1."""
 
     def __init__(self, widths: Sequence[int], theta: float) -> None:
-        # In fp64, as diffusers has them: rounded once.
+        # In fp64, as in diffusers: rounded once.
         frequencies = [theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width) for width in widths]
         self.inv_freq = torch.cat(frequencies).float().to(backend.device())
         counts = torch.tensor([len(of_axis) for of_axis in frequencies])
         self.axes = torch.arange(len(widths), dtype=torch.int32).repeat_interleave(counts).to(backend.device())
 
     def tables(self, positions_AT: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32 [T, K/2] each."""
+        """Return cos and sin, fp32 [T, K/2] each."""
         return ops.rope_table(positions_AT.to(backend.device()), self.inv_freq, self.axes)
 
 
 def _frequencies(config: RopeConfig, max_context: int) -> tuple[Tensor, float]:
-    """Inverse frequencies fp32 [R/2] and the factor on cos and sin, for sequences of up to `max_context` tokens."""
+    """Return inverse frequencies fp32 [R/2] and the factor on cos and sin, for up to `max_context` tokens."""
     theta = _dynamic_theta(config, max_context) if config.kind == "dynamic" else config.theta
     exponents = torch.arange(0, config.width, 2, dtype=torch.float32) / config.width
     inv_freq = 1.0 / (theta**exponents)
@@ -211,13 +211,13 @@ def _frequencies(config: RopeConfig, max_context: int) -> tuple[Tensor, float]:
 
 
 def _dynamic_theta(config: RopeConfig, max_context: int) -> float:
-    """A larger base, with which the slowest frequency turns as far over the context as it did over the trained one."""
+    """Return a larger base, with which the slowest frequency turns as far over the context as over the trained one."""
     factor, stretch = config.factor, max(max_context / config.max_positions, 1.0)
     return config.theta * (factor * stretch - (factor - 1)) ** (config.width / (config.width - 2))
 
 
 def _longrope(inv_freq: Tensor, config: RopeConfig, max_context: int) -> tuple[Tensor, float]:
-    """Each frequency divided by a factor of its own: one list for contexts as trained, one for longer ones."""
+    """Divide each frequency by its own factor: one list for contexts up to the trained length, one for longer ones."""
     divisors = config.numbers("long_factor" if max_context > config.trained_context else "short_factor")
     scaling = config.scaling.get("attention_factor")
     if scaling is None:
@@ -228,7 +228,7 @@ def _longrope(inv_freq: Tensor, config: RopeConfig, max_context: int) -> tuple[T
 
 
 def _llama3(inv_freq: Tensor, config: RopeConfig) -> Tensor:
-    """Slow frequencies divided by the factor, fast ones kept, those between blended."""
+    """Divide slow frequencies by the factor, keep fast ones, and blend those between."""
     factor, context = config.number("factor"), config.number("original_max_position_embeddings")
     low, high = config.number("low_freq_factor"), config.number("high_freq_factor")
     turns = context * inv_freq / (2 * math.pi)  # of each frequency within the original context
@@ -237,7 +237,7 @@ def _llama3(inv_freq: Tensor, config: RopeConfig) -> Tensor:
 
 
 def _yarn(inv_freq: Tensor, config: RopeConfig) -> tuple[Tensor, float]:
-    """The same idea with the borders given in turns (beta), a ramp over the index, and a temperature on attention."""
+    """Blend like `_llama3`, with borders in turns (beta), a ramp over the index, and a temperature on attention."""
     context, factor, width = config.trained_context, config.factor, config.width
 
     def index_of(turns: float) -> float:
@@ -253,7 +253,7 @@ def _yarn(inv_freq: Tensor, config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _yarn_scaling(config: RopeConfig) -> float:
-    """The temperature: as stated, or by the factor; with both of DeepSeek's scales, the ratio of what they give."""
+    """Return the temperature: as stated, or from the factor; with both of DeepSeek's scales, their ratio."""
     if "attention_factor" in config.scaling:
         return config.number("attention_factor")
     scales = [config.number(key, 0.0) for key in ("mscale", "mscale_all_dim")]
