@@ -53,8 +53,8 @@ class RopeConfig:
         width = int(head_width * _number("partial_rotary_factor", part))
         if not 0 < width <= head_width or width % 2:
             raise UnsupportedConfig(
-                f"partial_rotary_factor is {part}, which rotates {width} elements of a head of {head_width}, expected an "
-                f"even number, 2 to {head_width}"
+                f"partial_rotary_factor is {part}, which rotates {width} elements of a head of {head_width}, expected "
+                f"an even number, 2 to {head_width}"
             )
         return cls(width, theta, parameters, int(max_positions))
 
@@ -126,8 +126,8 @@ class Rope:
             axis_of_frequency = axes(list(section))  # type: ignore[call-overload]
             if len(axis_of_frequency) != len(self.inv_freq):
                 raise UnsupportedConfig(
-                    f"mrope_section is {section!r}, expected a sum of {len(self.inv_freq)}: half of the rotated part of "
-                    "a head"
+                    f"mrope_section is {section!r}, expected a sum of {len(self.inv_freq)}: half of the rotated part "
+                    "of a head"
                 )
         self.axis_of_frequency = axis_of_frequency.to(backend.device())
 
