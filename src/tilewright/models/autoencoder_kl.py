@@ -1,7 +1,7 @@
-"""AutoencoderKL, as Flux, Z-Image and Stable Diffusion have it, and AutoencoderKLFlux2: config, blocks, model.
+"""AutoencoderKL of Flux, Z-Image and Stable Diffusion, and AutoencoderKLFlux2: config, blocks, model.
 
-A picture is [1, H, W, C], normed over all its pixels. A convolution norms what it reads (`NormTable`), so that no map
-is kept but those that are read twice. The config has diffusers' defaults for what is left out.
+A picture is [1, H, W, C], normed over all its pixels. A convolution applies the norm of its input (`NormTable`), so
+that only maps that are read twice are stored. Missing config entries have diffusers' defaults.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class AutoencoderConfig:
     has_quant_conv: bool
     has_post_quant_conv: bool
     has_mid_attention: bool
-    scale: LatentScale | None  # None: statistics in the checkpoint, as FLUX.2 has them
+    scale: LatentScale | None  # None: statistics in the checkpoint, as in FLUX.2
     batch_norm_eps: float  # of those statistics
-    patch_size: int  # side of the square of latents that the transformer sees as one
+    patch_size: int  # side of the square of latents that is one token of the transformer
 
     @classmethod
     def from_dict(cls, config: Config) -> AutoencoderConfig:
@@ -81,7 +81,7 @@ class AutoencoderConfig:
 
     @property
     def num_halvings(self) -> int:
-        """Of rows and columns, from the picture to the latents."""
+        """How often rows and columns are halved, from the picture to the latents."""
         return len(self.encoder_widths) - 1
 
 
@@ -93,7 +93,7 @@ def _integers(config: Config, key: str, default: tuple[int, ...]) -> tuple[int, 
 
 
 def _check_blocks(config: Config, key: str, expected: str, count: int) -> None:
-    """UnsupportedConfig unless config[key] names `expected` `count` times."""
+    """Raise UnsupportedConfig unless config[key] names `expected` `count` times."""
     blocks = config.get(key, (expected,) * count)
     assert isinstance(blocks, Sequence)
     for block in blocks:
@@ -104,7 +104,7 @@ def _check_blocks(config: Config, key: str, expected: str, count: int) -> None:
 
 
 def _scale(config: Config, channels: int) -> LatentScale:
-    """latents = (z - shift) * factor; where per-channel statistics are given, those of z / factor."""
+    """Return latents = (z - shift) * factor, or the config's per-channel statistics, of z / factor."""
     factor = number(config, "scaling_factor", 0.18215)
     shift = 0.0 if config.get("shift_factor") is None else number(config, "shift_factor", 0.0)
     mean, std = config.get("latents_mean"), config.get("latents_std")
@@ -140,7 +140,7 @@ class ResnetBlock:
         )
 
     def __call__(self, x: Tensor, memory: FeatureMemory) -> Tensor:
-        """Its memory is the block's from then on: what comes out may lie there."""
+        """Return the block's result, which may lie in x's memory: the block frees or overwrites x."""
         shape = (*x.shape[:-1], self.conv1.out_channels)
         inner = self.conv1(x, norm=self.norm1.table(self.norm1.statistics(x)), out=memory.take(shape, x.dtype))
         out = x
@@ -150,15 +150,15 @@ class ResnetBlock:
         return self._finish(inner, out, memory)
 
     def upsampled(self, x: Tensor, step: UpsampleConv2d, band_rows: int, memory: FeatureMemory) -> Tensor:
-        """The same of step(x), which is never whole in memory: it is computed twice, in bands of rows.
+        """Return the block's result for step(x), computed in bands of rows, so that step(x) is never whole in memory.
 
-        The first time for its statistics, the second for what the block makes of it.
+        Each band of step(x) is computed twice: for its statistics, then for the block.
         """
         _, rows, columns, _ = x.shape
         shape = (1, 2 * rows, 2 * columns, self.conv1.out_channels)
         bands = list(bands_of(rows, max(band_rows // 2, 1)))
         inner = memory.take(shape, x.dtype)
-        # What is read by nobody yet is room for a band.
+        # Maps that are not read yet leave room for a band.
         largest = memory.take((1, 2 * (bands[0][1] + 2), 2 * columns, step.out_channels), x.dtype)
 
         def band_of(begin: int, end: int) -> Tensor:
@@ -177,7 +177,7 @@ class ResnetBlock:
     def _enter_band(
         self, band: Tensor, rows: tuple[int, int], num_rows: int, norm: NormTable, inner: Tensor, out: Tensor
     ) -> None:
-        """conv1 and the shortcut of what the rows of x became, and of two rows more on each side that has them."""
+        """Run conv1 and the shortcut on rows of step(x), given with one more row of x on each side that has one."""
         begin, end = rows
         top, bottom = int(begin == 0), int(end == num_rows)
         here = slice(2 * begin, 2 * end)
@@ -196,13 +196,13 @@ class ResnetBlock:
 
 
 def bands_of(rows: int, band_rows: int) -> Iterator[tuple[int, int]]:
-    """[begin, end) of each band of so many rows; the last one may have fewer."""
+    """Yield [begin, end) of each band of `band_rows` rows; the last one may have fewer."""
     for begin in range(0, rows, band_rows):
         yield begin, min(begin + band_rows, rows)
 
 
 def merged_statistics(parts: list[tuple[int, Tensor]]) -> Tensor:
-    """Mean and variance [B, G, 2] of all, from those of parts, of which each counts as given."""
+    """Return the mean and variance [B, G, 2] of all parts, from each part's count and statistics."""
     counts = torch.tensor([count for count, _ in parts], dtype=torch.float64, device=parts[0][1].device)
     shares = (counts / counts.sum())[:, None, None]
     means, variances = torch.stack([statistics for _, statistics in parts]).double().unbind(-1)
@@ -243,7 +243,7 @@ class KlMidBlock:
 
 
 def resnets_of(name: str, in_channels: int, out_channels: int, num_layers: int, num_groups: int) -> list[ResnetBlock]:
-    """Those of a stage: all of one size, the first one comes to the stage's channels."""
+    """Return the blocks of a stage, all of one size; the first changes to the stage's channels."""
     return [
         ResnetBlock(f"{name}.resnets.{i}", out_channels if i else in_channels, out_channels, num_groups)
         for i in range(num_layers)
@@ -251,7 +251,7 @@ def resnets_of(name: str, in_channels: int, out_channels: int, num_layers: int, 
 
 
 class KlDownStage:
-    """Some resnet blocks of one size, then a convolution to half of it unless it is the last stage."""
+    """Resnet blocks of one size, then a convolution to half the size, except in the last stage."""
 
     def __init__(self, resnets: list[ResnetBlock], step: Conv2d | None) -> None:
         self.resnets, self.step = resnets, step
@@ -268,13 +268,13 @@ class KlDownStage:
 
 
 class KlUpStage:
-    """A convolution to twice the size unless it is the first stage, then some resnet blocks."""
+    """A convolution to twice the size, except in the first stage, then resnet blocks."""
 
     def __init__(self, resnets: list[ResnetBlock], step: UpsampleConv2d | None) -> None:
         self.resnets, self.step = resnets, step
 
     def __call__(self, x: Tensor, memory: FeatureMemory, band_rows: int | None) -> Tensor:
-        """`band_rows`: the larger picture is never whole in memory, but in bands of so many rows."""
+        """Return the stage's result; with `band_rows` the larger picture is computed in bands, never as a whole."""
         if self.step is None:
             x = self.resnets[0](x, memory)
         elif band_rows is not None:
@@ -289,14 +289,14 @@ class KlUpStage:
         return x
 
 
-# Names that early checkpoints have for the parts of attention.
+# Names of attention's parts in early checkpoints.
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-# Of the picture, in a band that memory asks for: two rows more on each side are computed again for each.
+# Rows of the picture in a band; two more rows on each side are computed again for each.
 BAND_ROWS = 128
 
 
 class KlEncoder:
-    """Mean and log variance of latents [1, h, w, 2 C] of a picture [1, H, W, 3]."""
+    """Maps a picture [1, H, W, 3] to mean and log variance of latents [1, h, w, 2 C]."""
 
     def __init__(self, config: AutoencoderConfig) -> None:
         widths, groups = config.encoder_widths, config.num_groups
@@ -304,7 +304,7 @@ class KlEncoder:
         self.stages = []
         for i, (before, width) in enumerate(zip((widths[0], *widths), widths, strict=False)):
             name = f"encoder.down_blocks.{i}"
-            # Zeros below and to the right alone: a row and a column more, of which every other pixel is taken.
+            # Zeros only below and to the right: one more row and column, of which every other pixel is used.
             down = Conv2d(f"{name}.downsamplers.0.conv", width, width, stride=2, padding=(0, 1, 0, 1))
             is_last = i == len(widths) - 1
             resnets = resnets_of(name, before, width, config.layers_per_block, groups)
@@ -324,7 +324,7 @@ class KlEncoder:
 
 
 class KlDecoder:
-    """A picture [1, H, W, 3] of latents [1, h, w, C]."""
+    """Maps latents [1, h, w, C] to a picture [1, H, W, 3]."""
 
     def __init__(self, config: AutoencoderConfig) -> None:
         widths, groups = config.decoder_widths[::-1], config.num_groups
@@ -332,7 +332,7 @@ class KlDecoder:
         self.mid = KlMidBlock("decoder.mid_block", widths[0], groups, config.has_mid_attention)
         self.stages = []
         for i, (before, width) in enumerate(zip((widths[0], *widths), widths, strict=False)):
-            # A checkpoint has the step to a stage with the stage before it.
+            # A checkpoint stores the step to a stage with the stage before it.
             step = UpsampleConv2d(f"decoder.up_blocks.{i - 1}.upsamplers.0.conv", before, before) if i else None
             resnets = resnets_of(f"decoder.up_blocks.{i}", before, width, config.layers_per_block + 1, groups)
             self.stages.append(KlUpStage(resnets, step))
@@ -341,7 +341,7 @@ class KlDecoder:
         self.widths = widths
 
     def __call__(self, z: Tensor, memory: FeatureMemory, tile: int | None) -> Tensor:
-        """`tile`: rows of the picture in a band; None for whole maps."""
+        """Return the picture; `tile`: rows of the picture in a band; None for whole maps."""
         x = self.conv_in(z, out=memory.take((*z.shape[:-1], self.conv_in.out_channels), z.dtype))
         x = self.mid(x, memory)
         for i, stage in enumerate(self.stages):
@@ -351,13 +351,13 @@ class KlDecoder:
         return result
 
     def map_channels(self) -> int:
-        """Of the maps that are in memory at once, at most, per pixel of the picture."""
+        """Return the most channels of maps in memory at once, per pixel of the picture."""
         steps = zip((self.widths[0], *self.widths), self.widths, strict=False)
         return max((before + 2 * width) >> 2 * (len(self.widths) - 1 - i) for i, (before, width) in enumerate(steps))
 
 
 class AutoencoderKL:
-    """A `models.vae.Vae` of pictures: frames of a clip are pictures of their own."""
+    """A `models.vae.Vae` of pictures: frames of a clip are separate pictures."""
 
     temporal_factor = 1
 
@@ -373,15 +373,15 @@ class AutoencoderKL:
         self.scale = config.scale or BatchStatistics(self.latent_channels, config.batch_norm_eps)
 
     def checkpoint_name(self, name: str) -> str | None:
-        if name == "bn.num_batches_tracked":  # of training
+        if name == "bn.num_batches_tracked":  # only for training
             return None
         *parts, part, kind = name.split(".")
         return ".".join((*parts, OLD_NAMES.get(part, part), kind)) if "attentions" in parts else name
 
     def encode(self, x_BTHWC: Tensor, *, tile: int | None = None) -> Tensor:
-        """Latents [B, T, h, w, C] of pictures [B, T, H, W, 3] in [-1, 1]: the mode.
+        """Return latents [B, T, h, w, C] of pictures [B, T, H, W, 3] in [-1, 1]: the mode.
 
-        `tile` changes nothing: there is no map in memory that is not needed whole.
+        `tile` is ignored: every map in memory is needed whole.
         """
         check_shape("the picture to encode", x_BTHWC, self.config.in_channels)
         x = x_BTHWC.flatten(0, 1).to(self.encoder.conv_in.dtype).contiguous()
@@ -393,9 +393,9 @@ class AutoencoderKL:
         return self.scale.normalize(z).to(x.dtype).unflatten(0, x_BTHWC.shape[:2])
 
     def decode(self, latents_BTHWC: Tensor, *, tile: int | None = None) -> Tensor:
-        """Pictures [B, T, H, W, 3] of latents [B, T, h, w, C], one after the other.
+        """Return pictures [B, T, H, W, 3] of latents [B, T, h, w, C], decoded one by one.
 
-        `tile`: the largest maps are computed in bands of so many rows of the picture; None: if memory asks for it.
+        `tile`: the largest maps are computed in bands of so many rows of the picture; None: only if memory is short.
         """
         check_shape("latents", latents_BTHWC, self.latent_channels)
         check_tile(tile)
@@ -415,7 +415,7 @@ class AutoencoderKL:
 
 
 class BatchStatistics:
-    """Mean and variance that training measured of each channel of patchified latents."""
+    """Mean and variance of each channel of patchified latents, measured in training."""
 
     def __init__(self, channels: int, eps: float) -> None:
         self.eps = eps
@@ -430,7 +430,7 @@ class BatchStatistics:
 
 
 def patchify(z_BHWC: Tensor, side: int) -> Tensor:
-    """[B, H / side, W / side, C side^2]: channel, row and column of a square, in this order."""
+    """Return squares as channels [B, H / side, W / side, C side^2], ordered by channel, row and column."""
     if side == 1:
         return z_BHWC
     squares = z_BHWC.unflatten(2, (-1, side)).unflatten(1, (-1, side))  # B, H / side, side, W / side, side, C
@@ -438,7 +438,7 @@ def patchify(z_BHWC: Tensor, side: int) -> Tensor:
 
 
 def unpatchify(z_BHWC: Tensor, side: int) -> Tensor:
-    """What `patchify` was given."""
+    """Invert `patchify`."""
     if side == 1:
         return z_BHWC
     squares = z_BHWC.unflatten(3, (-1, side, side))  # B, h, w, C, side, side
@@ -446,5 +446,5 @@ def unpatchify(z_BHWC: Tensor, side: int) -> Tensor:
 
 
 def build(config: Mapping[str, Any]) -> AutoencoderKL:
-    """The network a config describes, its weights still to be loaded."""
+    """Return the network that a config describes, without weights."""
     return AutoencoderKL(AutoencoderConfig.from_dict(config))

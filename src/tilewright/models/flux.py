@@ -1,12 +1,12 @@
 """FLUX.1: its config, the blocks it shares with FLUX.2, and its transformer: tokens in, velocities out.
 
-x_BND: N rows of each of B pictures, those of its text first. A token of a picture is a square of 2 x 2 latent pixels.
-In a double-stream block text and picture have weights of their own, in a single-stream block all rows have the same,
-and attention and MLP are computed side by side.
+x_BND: N rows of each of B pictures, its text's rows first. A token of a picture is a square of 2 x 2 latent pixels. A
+double-stream block has separate weights for text and picture, a single-stream block the same for all rows, with
+attention and MLP side by side.
 
-A stream's rows of one picture are neighbours, so products write queries, keys and values where joint attention reads
-them: nothing is copied. Several pictures are then several products, of hundreds of rows each, whose weights cost little
-to read again.
+A stream's rows of one picture are contiguous, so products write queries, keys and values where joint attention reads
+them: nothing is copied. Several pictures need several products, of hundreds of rows each, so reading the weights again
+costs little.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class FluxConfig:
     num_single_blocks: int
     in_channels: int  # of a token: a square of 2 x 2 latent pixels
     out_channels: int
-    text_width: int  # of a token of the long text (T5)
+    text_width: int  # per token of the long text (T5)
     pooled_width: int  # of the whole text (CLIP)
-    is_told_guidance: bool  # as the timestep: FLUX.1 dev
-    rope_widths: tuple[int, ...]  # how much of a head follows each axis: picture, row and column
+    is_told_guidance: bool  # guidance is an input like the timestep, as in FLUX.1 dev
+    rope_widths: tuple[int, ...]  # elements of a head rotated by each axis: picture, row and column
 
     @classmethod
     def from_dict(cls, config: Config) -> FluxConfig:
@@ -75,7 +75,7 @@ class FluxConfig:
 
 
 def rope_widths(config: Config, head_width: int, default: tuple[int, ...]) -> tuple[int, ...]:
-    """config's axes_dims_rope: even numbers, as many as by default, that share out a head."""
+    """Return config's axes_dims_rope: as many even numbers as in `default`, which add up to the head's width."""
     widths = config.get("axes_dims_rope", default)
     if (
         not isinstance(widths, (list, tuple))
@@ -105,13 +105,13 @@ class BlockConfig:
         return self.num_heads * self.head_width
 
 
-# Shift, scale and gate, each [B, D]: a norm is multiplied by 1 + scale and shifted, what is added multiplied by gate.
+# Shift, scale and gate, each [B, D]: a norm is multiplied by 1 + scale and shifted, the addend multiplied by gate.
 Modulation = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where rows are: the text's length, the bounds of pictures in the packed rows, and every row's rope."""
+    """Row layout of a batch: the text's length, the bounds of pictures in the packed rows, and every row's rope."""
 
     num_text: int
     starts: Tensor  # int32 [B + 1]
@@ -120,17 +120,17 @@ class Layout:
 
     @property
     def num_rows(self) -> int:
-        """Of one picture and its text."""
+        """Rows of one picture and its text."""
         return len(self.cos) // (len(self.starts) - 1)
 
     @property
     def streams(self) -> tuple[slice, slice]:
-        """The rows of text and picture."""
+        """Rows of text and of picture."""
         return slice(0, self.num_text), slice(self.num_text, self.num_rows)
 
 
 def layout_of(rope: AxialRope, text: Tensor, picture: Tensor, batch_size: int) -> Layout:
-    """Of the positions int64 [axes, tokens] of text and picture, the same for all of a batch."""
+    """Return the layout of text and picture positions int64 [axes, tokens], the same for the whole batch."""
     positions = torch.cat([text, picture], dim=1)
     cos, sin = rope.tables(positions)
     starts = torch.arange(batch_size + 1, dtype=torch.int32, device=backend.device()) * positions.shape[1]
@@ -138,14 +138,14 @@ def layout_of(rope: AxialRope, text: Tensor, picture: Tensor, batch_size: int) -
 
 
 def grid_positions(picture: int, rows: int, columns: int) -> Tensor:
-    """Picture number, row and column of each token of a grid, row by row: int64 [3, rows * columns]."""
+    """Return picture number, row and column of each token of a grid, row by row: int64 [3, rows * columns]."""
     axes = torch.meshgrid(torch.tensor([picture]), torch.arange(rows), torch.arange(columns), indexing="ij")
     return torch.stack([axis.flatten() for axis in axes])
 
 
 @dataclass(frozen=True)
 class StreamNames:
-    """What a checkpoint calls a stream's weights."""
+    """Names of a stream's weights in a checkpoint."""
 
     qkv: tuple[str, str, str]
     q_norm: str
@@ -156,7 +156,7 @@ class StreamNames:
 
 
 def double_stream_names(name: str, *, is_text: bool, mlp: tuple[str, str]) -> StreamNames:
-    """Of a stream of the double-stream block `name`; the MLP's linears are called otherwise in each family."""
+    """Return the names of a stream of the double-stream block `name`; `mlp` names the family's MLP linears."""
     attention, feed_forward = f"{name}.attn", f"{name}.ff_context" if is_text else f"{name}.ff"
     q, k, v = (f"{attention}.add_{part}_proj" if is_text else f"{attention}.to_{part}" for part in "qkv")
     norm = "norm_added" if is_text else "norm"
@@ -171,7 +171,7 @@ def double_stream_names(name: str, *, is_text: bool, mlp: tuple[str, str]) -> St
 
 
 class FluxStream:
-    """The weights that text or picture have for themselves in a double-stream block."""
+    """Weights of the text or the picture in a double-stream block."""
 
     def __init__(self, names: StreamNames, config: BlockConfig) -> None:
         self.config = config
@@ -188,14 +188,17 @@ class FluxStream:
         self.mlp_out = Linear([(names.mlp_out, width)], config.mlp_width, column_shard=inner, bias=config.bias)
 
     def attend(self, x_1ND: Tensor, modulation: Modulation, qkv_NC: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Writes queries, keys and values, normed and turned."""
+        """Write queries, keys and values, normed and rotated, to qkv_NC."""
         config, (shift, scale, _) = self.config, modulation
         self.qkv(ada_layer_norm(x_1ND, scale, shift, config.eps)[0], out=qkv_NC)
         q, k, _ = qkv_NC.view(len(qkv_NC), 3 * self.num_heads, -1).split(self.num_heads, dim=1)
         qk_norm_rope(q, k, self.q_norm.value, self.k_norm.value, config.eps, cos, sin, interleaved=True)
 
     def update(self, x_1ND: Tensor, attended_NC: Tensor, modulation: Modulation) -> None:
-        """x + gate * output, then x + gate * mlp(norm(x)); the modulation is the attention's, then the MLP's."""
+        """Compute x + gate * output, then x + gate * mlp(norm(x)).
+
+        The modulation is the attention's, then the MLP's.
+        """
         config = self.config
         _, _, gate, mlp_shift, mlp_scale, mlp_gate = modulation
         projected = self.output(attended_NC)[None]
@@ -205,9 +208,9 @@ class FluxStream:
 
 
 def mlp_in(name: str, config: BlockConfig, inner: Shard, *, first_row: int = 0, num_rows: int | None = None) -> Linear:
-    """The MLP's first product, of this rank's `inner` entries. What is gated is one tensor, gate then up.
+    """Return the MLP's first product, this rank's `inner` entries of it. Gate and up are one tensor, in this order.
 
-    It may lie in a larger tensor of `num_rows`, from `first_row` on.
+    It may be part of a larger tensor of `num_rows`, from `first_row` on.
     """
     width = config.mlp_width
     count = 2 if config.gated else 1
@@ -217,14 +220,14 @@ def mlp_in(name: str, config: BlockConfig, inner: Shard, *, first_row: int = 0, 
 
 
 class DoubleBlock:
-    """Joint attention, then MLPs, with weights for text and for picture, updating x."""
+    """Joint attention, then MLPs, with separate weights for text and picture, updating x."""
 
     def __init__(self, text: StreamNames, picture: StreamNames, config: BlockConfig) -> None:
         self.config = config
         self.streams = FluxStream(text, config), FluxStream(picture, config)
 
     def __call__(self, x_BND: Tensor, layout: Layout, modulations: tuple[Modulation, Modulation]) -> None:
-        """Modulations of text and of picture, each of six: attention's, then the MLP's."""
+        """Update x; the modulations of text and of picture have six parts each: attention's, then the MLP's."""
         batch_size, num_rows, _ = x_BND.shape
         heads, width = self.streams[0].num_heads, self.config.head_width
         qkv = empty((batch_size, num_rows, 3 * heads * width), x_BND.dtype)
@@ -250,7 +253,7 @@ class SingleBlock:
     def __init__(
         self, name: str, config: BlockConfig, q_norm: str, k_norm: str, output: str, *, fused_input: str | None = None
     ) -> None:
-        """`fused_input` names a tensor that has q, k, v and the MLP's first product; without it they are apart."""
+        """Make the block; `fused_input` names a tensor with q, k, v and the MLP's first product, if they are fused."""
         self.config = config
         own, width = partition.current(), config.width
         heads = own.heads("attention", config.num_heads, None, config.head_width)
@@ -290,7 +293,7 @@ class SingleBlock:
 def join(
     text_in: GatheredLinear, text: Tensor, picture_in: GatheredLinear, picture: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """x_BND in `dtype`: of each picture its text's rows, then its own."""
+    """Return x_BND in `dtype`: for each picture its text's rows, then its own."""
     num_text = text.shape[1]
     x_BND = empty((len(text), num_text + picture.shape[1], text_in.width), dtype)
     for rows, some_text, some_picture in zip(x_BND, text, picture, strict=True):
@@ -300,7 +303,7 @@ def join(
 
 
 def project_out(x_BND: Tensor, modulation: Tensor, eps: float, output: GatheredLinear) -> Tensor:
-    """output(norm(x)) [B, N, channels], fp32, the norm scaled and shifted by the halves of the modulation [B, 2 D]."""
+    """Return output(norm(x)) [B, N, channels], fp32, the norm scaled and shifted by the modulation's halves [B, 2 D]."""
     scale, shift = modulation.chunk(2, dim=1)
     result = torch.empty((*x_BND.shape[:2], output.width), dtype=torch.float32, device=x_BND.device)
     for b, rows in enumerate(x_BND):
@@ -315,7 +318,7 @@ ROPE_THETA = 10000.0
 
 @dataclass(frozen=True)
 class FluxText:
-    """What the transformer reads of B prompts."""
+    """Encoded text of B prompts."""
 
     states: Tensor  # [B, tokens, text width]
     pooled: Tensor  # [B, pooled width]
@@ -334,7 +337,7 @@ class TextProjection:
 
 
 class ModulatedBlock:
-    """A block with its own linears from the conditioning to shifts, scales and gates, one per stream."""
+    """A block with linears from the conditioning to its shifts, scales and gates, one per stream."""
 
     def __init__(self, block: DoubleBlock | SingleBlock, modulations: list[str], num_parts: int, width: int) -> None:
         self.block = block
@@ -401,7 +404,7 @@ class FluxTransformer:
         return self.picture_in.packed.dtype
 
     def layout(self, num_text: int, positions: Tensor, batch_size: int) -> Layout:
-        """Of B pictures whose tokens lie at `positions` int64 [3, tokens]: picture number, row, column.
+        """Return the layout of B pictures with tokens at `positions` int64 [3, tokens]: picture number, row, column.
 
         Texts have no positions.
         """
@@ -416,9 +419,9 @@ class FluxTransformer:
         guidance: float | None = None,
         cache: StepCache | None = None,
     ) -> Tensor:
-        """The velocity [B, tokens, out channels], fp32, of tokens [B, tokens, in channels].
+        """Return the velocity [B, tokens, out channels], fp32, of tokens [B, tokens, in channels].
 
-        The timestep is in thousandths of the whole way; `guidance` is for checkpoints that are told it, and only those.
+        The timestep is in thousandths of the whole way; `guidance` is only for checkpoints that have it as an input.
         """
         assert (guidance is not None) == self.config.is_told_guidance
         x_BND = join(self.text_in, text.states, self.picture_in, tokens, self.dtype)
@@ -434,7 +437,7 @@ class FluxTransformer:
         return project_out(x_BND[:, layout.num_text :], self.modulation(conditioning), EPS, self.output)
 
     def _conditioning(self, timestep: float, pooled: Tensor, guidance: float | None) -> Tensor:
-        """[B, D], fp32."""
+        """Return the conditioning [B, D], fp32."""
         device = pooled.device
         result = self.time(torch.tensor([timestep], device=device)) + self.pooled(pooled)
         if self.guidance is not None and guidance is not None:

@@ -1,7 +1,7 @@
 """FLUX.2 klein: its config and its transformer: latent pixels of pictures and their texts in, velocities out.
 
-As FLUX.1's, with one modulation for all blocks of a kind, gated MLPs, no biases, and texts that have positions.
-B: pictures; N: rows of a text and its picture, text first.
+Like FLUX.1's, with one modulation for all blocks of a kind, gated MLPs, no biases, and texts that have positions. B:
+pictures; N: rows of a text and its picture, text first.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Flux2Config:
     mlp_width: int
     num_double_blocks: int
     num_single_blocks: int
-    in_channels: int  # of a token, which is a pixel of the latents
+    in_channels: int  # of a token, which is a latent pixel
     out_channels: int
     text_width: int
     num_waves: int  # of the timestep
     eps: float
     rope_theta: float
-    rope_widths: tuple[int, ...]  # how much of a head follows each axis: picture, row, column, and place in the text
+    rope_widths: tuple[int, ...]  # elements of a head rotated by each axis: picture, row, column, and index in the text
 
     @classmethod
     def from_dict(cls, config: Config) -> Flux2Config:
@@ -113,9 +113,9 @@ class Flux2Transformer:
         return self.picture_in.packed.dtype
 
     def layout(self, num_text: int, positions: Tensor, batch_size: int) -> Layout:
-        """Of B pictures whose tokens lie at `positions` int64 [3, tokens]: picture number, row, column.
+        """Return the layout of B pictures with tokens at `positions` int64 [3, tokens]: picture number, row, column.
 
-        The fourth axis is the place in the text, which is 0 for pictures.
+        The fourth axis is the index in the text, 0 for pictures.
         """
         text = torch.zeros(4, num_text, dtype=torch.int64)
         text[3] = torch.arange(num_text)
@@ -125,7 +125,7 @@ class Flux2Transformer:
     def __call__(
         self, tokens: Tensor, timestep: float, text: Tensor, layout: Layout, cache: StepCache | None = None
     ) -> Tensor:
-        """The velocity [B, tokens, out channels], fp32, of tokens [B, tokens, in channels].
+        """Return the velocity [B, tokens, out channels], fp32, of tokens [B, tokens, in channels].
 
         `text` is [B, tokens of text, text width]; the timestep is in thousandths of the whole way.
         """

@@ -1,4 +1,4 @@
-"""What the engine asks of a model, and what an encoder reads in one pass: plain data, in memory any rank may map."""
+"""The engine's interface to a model, and the plain-data inputs of an encoder pass, in memory any rank may map."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tilewright.types import MediaKind, Medium, ModelInputs
 
 @dataclass(frozen=True)
 class MediaItem:
-    """A medium of the batch."""
+    """One medium of a MediaBatch."""
 
     kind: MediaKind
     grid: tuple[int, int, int]
@@ -30,7 +30,7 @@ class MediaItem:
     first_row: int  # in the buffer
     num_rows: int
     num_features: int  # rows of the encoder's result
-    feature_width: int = 0  # of features that came with the request; 0: it is to be encoded
+    feature_width: int = 0  # of features that came with the request; 0: the medium is to be encoded
 
     @classmethod
     def of(cls, medium: Medium) -> MediaItem:
@@ -42,9 +42,9 @@ class MediaItem:
 
 @dataclass(frozen=True)
 class MediaBatch:
-    """Media to encode, and the buffer in which their patches lie."""
+    """Media to encode, and the buffer with their patches."""
 
-    buffer: Tensor  # [rows, width]: those of all requests
+    buffer: Tensor  # [rows, width]: the patches of all requests
     items: tuple[MediaItem, ...]
 
     @classmethod
@@ -52,13 +52,13 @@ class MediaBatch:
         return cls(buffer, tuple(MediaItem.of(medium) for medium in media))
 
     def features(self, item: MediaItem) -> Tensor:
-        """Those of an item that came with its features [num_features, width], in memory of their own."""
+        """Return a copy of the features that came with an item [num_features, width]."""
         values = self.buffer[item.first_row : item.first_row + item.num_rows].reshape(-1)
         count = item.num_features * item.feature_width
         return values[:count].view(item.num_features, item.feature_width).to(backend.device(), copy=True)
 
     def rows(self, items: Sequence[MediaItem]) -> Tensor:
-        """The rows of some items, one after the other: where they lie if they are neighbours, else copied once."""
+        """Return the concatenated rows of some items: a view if they are contiguous, else one copy."""
         runs: list[tuple[int, int]] = []
         for item in items:
             end = item.first_row + item.num_rows
@@ -75,7 +75,7 @@ class MediaBatch:
 
 @dataclass(frozen=True)
 class KvSpec:
-    """The keys and values stored for one token."""
+    """Keys and values stored per token."""
 
     layers: tuple[KvLayer, ...]
 
@@ -99,7 +99,7 @@ class KvSpec:
         return KvSpec(tuple(layer for layer in self.layers if layer.window not in windows))
 
     def bytes_per_token(self, itemsize: int, byte_dtype: torch.dtype | None = None) -> int:
-        """In a type of `itemsize` bytes, or in one of 8 bits with its scales."""
+        """Return the bytes per token in a type of `itemsize` bytes, or in one of 8 bits with its scales."""
 
         def per_head(width: int) -> int:
             if byte_dtype is not None:
@@ -111,7 +111,7 @@ class KvSpec:
     def empty_caches(
         self, num_pages: int, page_size: int, dtype: torch.dtype, window_pages: Mapping[int, int] | None = None
     ) -> list[KvCache]:
-        """Return a cache for each layer: of so many pages, or of as many as `window_pages` says of its window."""
+        """Return a cache for each layer, with `num_pages` pages, or those that `window_pages` has for its window."""
         counts = window_pages or {}
         return [
             KvCache.empty(counts.get(layer.window, num_pages), page_size, layer.num_heads, layer.head_width, dtype)
@@ -121,14 +121,14 @@ class KvSpec:
 
 @dataclass(frozen=True)
 class CrossSpec(KvSpec):
-    """The keys and values that cross-attention layers store for one encoder state."""
+    """Keys and values that cross-attention layers store per encoder state."""
 
     max_states: int  # of one medium
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """The state one sequence has in recurrent layers."""
+    """State of one sequence in recurrent layers."""
 
     num_layers: int
     conv_shape: tuple[int, int]  # W - 1 inputs of C channels, in the model's dtype
@@ -143,20 +143,20 @@ class Predictor(Protocol):
 
     @property
     def width(self) -> int:
-        """Of a hidden state."""
+        """Width of a hidden state."""
 
     def draft_cost(self) -> PredictorCost:
-        """What its passes read and multiply."""
+        """Return the cost of its passes."""
 
     def forward_with_hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The logits that the model's `forward` gives, and the hidden states of all tokens [T, D]."""
+        """Return the logits of the model's `forward`, and the hidden states of all tokens [T, D]."""
 
     def draft(
         self, next_token_ids_T: Tensor, hidden_TD: Tensor, batch: Batch, next_media: Sequence[MediaRun] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Logits [R, V] of the second token after each of the batch's logit rows, and the states [R, D] they are from.
+        """Return logits [R, V] of the second token after each logit row of the batch, and their hidden states [R, D].
 
-        A state stands for the hidden state of the next token, to draft a further one. Every row leaves its key.
+        Such a state replaces the hidden state of the next token, to draft a further one. Every row stores its key.
         """
 
 
@@ -169,51 +169,51 @@ class Model(Protocol):
 
     @property
     def kv_spec(self) -> KvSpec:
-        """What its self-attention layers keep."""
+        """What its self-attention layers store."""
 
     @property
     def num_embeddings(self) -> int:
-        """Tokens that may be read; those from vocab_size on are never generated."""
+        """Tokens that it can read; those from vocab_size on are never generated."""
 
     @property
     def cross_spec(self) -> CrossSpec | None:
-        """What its cross-attention layers keep; None where features take the place of tokens."""
+        """What its cross-attention layers store; None if features replace tokens."""
 
     @property
     def state_spec(self) -> StateSpec | None:
-        """What its recurrent layers keep of a sequence; None where there are none."""
+        """What its recurrent layers store per sequence; None without any."""
 
     @property
     def predictor(self) -> Predictor | None:
-        """Its multi-token predictor; None where the checkpoint has none, or it was not loaded."""
+        """Its multi-token predictor; None if the checkpoint has none, or it was not loaded."""
 
     def cost(self) -> DecoderCost:
-        """What a token reads and multiplies, of the text side: a vision tower is no part of it."""
+        """Return the cost of a token in the text model, without a vision tower."""
 
     def fit_context(self, max_context: int) -> None:
-        """Prepares position tables for sequences of up to so many tokens."""
+        """Prepare position tables for sequences of up to `max_context` tokens."""
 
     def checkpoint_name(self, name: str) -> str | None:
-        """The model's name for a tensor of the checkpoint; None for one that is not used."""
+        """Return the model's name for a tensor of the checkpoint; None for an unused one."""
 
     def forward(self, batch: Batch) -> Tensor:
-        """fp32 logits [R, V] of the rows the batch asks for."""
+        """Return the fp32 logits [R, V] of the rows the batch asks for."""
 
     def encode(self, batch: MediaBatch) -> list[Tensor]:
-        """The features [num_features, width] of each item, from one pass over all of them."""
+        """Return the features [num_features, width] of each item, from one pass over all of them."""
 
     def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Rows of `encode`'s result as embeddings [M, D] and what is added after the first layers."""
+        """Split rows of `encode`'s result into embeddings [M, D] and what is added after the first layers."""
 
     def store_cross_states(self, states_ND: Tensor, slots_N: Tensor, kv_caches: Sequence[KvCache]) -> None:
-        """Writes the keys and values of encoder states, for each cross-attention layer into its cache."""
+        """Write the keys and values of encoder states to each cross-attention layer's cache."""
 
 
 class Processor(Protocol):
-    """Turns what a user sends into what the model reads: a conversation, or a prompt with its media.
+    """Turns a conversation, or a prompt with its media, into model inputs.
 
-    `accepts` lists the kinds of media it takes. `chat` and `prompt` take `is_known`, which says by its key whether a
-    medium's features are cached: it is not decoded then; and `budget`, which bounds the text that is tokenized.
+    `accepts` lists its kinds of media. `chat` and `prompt` take `is_known`, which says by a medium's key whether its
+    features are cached, so that it need not be decoded; and `budget`, which bounds the text that is tokenized.
     """
 
     @property
@@ -221,7 +221,7 @@ class Processor(Protocol):
 
     @property
     def media_buffer(self) -> MediaBuffer | None:
-        """Where it writes what the model's encoder reads; None where it takes no media."""
+        """Buffer for the inputs of the model's encoder; None if it takes no media."""
 
     @property
     def chat(self) -> Callable[..., ModelInputs]: ...
@@ -231,17 +231,17 @@ class Processor(Protocol):
 
     @property
     def picture_token_ids(self) -> tuple[int, ...]:
-        """The tokens of a picture's placeholder in a prompt; empty where it takes none."""
+        """Tokens of a picture's placeholder in a prompt; empty if it takes no pictures."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model_type: how its network and its processor are made."""
+    """A model_type: how to build its network and its processor."""
 
     build: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], Model]  # from the config and tensor shapes
     make_processor: Callable[..., Processor] | None = None  # None: text only
-    # Prefix of the names of a predictor's tensors: they are left out where nothing is drafted.
+    # Prefix of the predictor's tensor names, which are skipped if nothing is drafted.
     predictor_prefix: str | None = None
-    # The `Speaker` of its answers (models/speaking.py), from the config and tensor shapes; None from it: the checkpoint
-    # has no voice.
+    # Makes the `Speaker` of its answers (models/speaking.py) from the config and tensor shapes; it returns None if the
+    # checkpoint has no voice.
     build_speech: Callable[..., Any] | None = None

@@ -1,7 +1,7 @@
-"""Qwen2.5-VL as Qwen-Image reads it: the vision tower, and hidden states of prompts with pictures.
+"""Qwen2.5-VL as Qwen-Image's text encoder: the vision tower, and hidden states of prompts with pictures.
 
-N: patches of all pictures, in the order in which squares of neighbours merge. Most blocks attend within windows of a
-picture, a few within the whole of it: patches are sorted by windows once, so that a window's are neighbours.
+N: patches of all pictures, ordered by merged squares. Most blocks attend within windows of a picture, a few within all
+of it: patches are sorted by window once, so that a window's patches are contiguous.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WindowedVisionConfig:
     temporal_patch_size: int
     num_channels: int
     window_size: int  # in pixels
-    whole_layers: tuple[int, ...]  # that attend to the whole picture
+    whole_layers: tuple[int, ...]  # layers that attend to the whole picture
     activation: str
 
     @classmethod
@@ -97,7 +97,7 @@ class WindowedBlock:
         self.num_heads = heads.num_queries
         rows = heads.queries.times(config.head_width)
         self.norm1, self.norm2 = RmsNorm(f"{name}.norm1", width, EPS), RmsNorm(f"{name}.norm2", width, EPS)
-        # As stored q, k and v are one tensor, of which a rank has rows of each.
+        # q, k and v are stored as one tensor; a rank has rows of each.
         self.qkv = Linear([(f"{name}.attn.qkv", 3 * total, stacked(rows, total, 3))], width, bias=True)
         self.output = Linear([(f"{name}.attn.proj", width)], total, column_shard=rows, bias=True)
         self.mlp = GatedMlp(f"{name}.mlp", width, config.mlp_width, activation=config.activation, bias=True)
@@ -131,7 +131,7 @@ class WindowedVisionTower:
         return self.patch_embedding.dtype
 
     def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Features [N / merged, output width] of the patches [N, 3 P P] of pictures, in their order."""
+        """Return features [N / merged, output width] of the patches [N, 3 P P] of pictures, in their order."""
         config = self.config
         x_ND = empty((len(patches), config.width), self.dtype)
         self.patch_embedding(patches.to(self.dtype), is_still=True, out=x_ND)
@@ -154,7 +154,7 @@ class WindowedVisionTower:
 
 
 def windows_of(grids: Sequence[Grid], config: WindowedVisionConfig) -> tuple[Tensor, list[int]]:
-    """The merged patches of all pictures, window by window, int64, and how many each window has."""
+    """Return the indices of the merged patches of all pictures, window by window, int64, and each window's length."""
     order: list[Tensor] = []
     lengths: list[int] = []
     first, side = 0, config.window_side
@@ -184,7 +184,7 @@ class SeeingEncoder(DecoderEncoder):
         return inner if inner.startswith("visual.") else super().checkpoint_name(name)
 
     def encode_seeing(self, token_ids: Sequence[int], patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """The hidden states [L, D] of a prompt that has a picture's tokens in a row for each of the grids.
+        """Return the hidden states [L, D] of a prompt with a run of a picture's tokens for each of the grids.
 
         `patches` [N, 3 P P] are those of all pictures.
         """
@@ -198,9 +198,10 @@ class SeeingEncoder(DecoderEncoder):
 
 
 def picture_positions(token_ids: Sequence[int], picture_token: int, sizes: Sequence[Grid]) -> Tensor:
-    """Time, row and column of each token, int64 [3, L]. A picture's begin where text stands, and text goes on behind.
+    """Return time, row and column of each token, int64 [3, L]; a picture's start at the text's position before it.
 
-    `sizes` are rows and columns of each picture's features, whose tokens stand in the prompt in a row.
+    `sizes` are the rows and columns of each picture's features, whose tokens are a run in the prompt. The text after a
+    picture continues from its largest position.
     """
     parts: list[Tensor] = []
     at, next_position, left = 0, 0, list(sizes)
@@ -218,7 +219,7 @@ def picture_positions(token_ids: Sequence[int], picture_token: int, sizes: Seque
 
 
 def build(config: Mapping[str, Any]) -> SeeingEncoder:
-    """The encoder that a text encoder's config.json describes, with its vision tower."""
+    """Return the encoder with vision tower that a text encoder's config.json describes."""
     vision = config.get("vision_config")
     if config.get("model_type") not in MODEL_TYPES or not isinstance(vision, Mapping):
         raise UnsupportedConfig(

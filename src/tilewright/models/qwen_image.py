@@ -1,8 +1,8 @@
 """Qwen-Image: its config and its transformer: patches of pictures and their texts in, velocities of the patches out.
 
-Two streams, each with its own weights, attend to one another in every block. All pictures of a batch have the same
-size and timestep; texts are as long as they are. N: patches of a picture, T: patches of all, S: tokens of all texts.
-Pictures to edit are further patches of each picture, R in all, that are read and not changed.
+Two streams, each with its own weights, attend to each other in every block. All pictures of a batch have the same size
+and timestep; texts have their own lengths. N: patches of a picture, T: patches of all, S: tokens of all texts. Pictures
+to edit are further patches of each picture, R in all, that are read and not changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tilewright.ops.plan import scope
 from tilewright.types import RequestError, UnsupportedConfig
 from tilewright.weights.conv import Unpacked
 
-# What other versions of the model have: a layered one, and one that is told its guidance.
+# Options of other versions of the model: a layered one, and one with guidance as an input.
 NOT_BUILT = ("use_additional_t_cond", "use_layer3d_rope", "guidance_embeds")
 
 
@@ -43,8 +43,8 @@ class QwenImageConfig:
     out_channels: int  # of a latent pixel
     patch_size: int
     text_width: int
-    rope_widths: tuple[int, int, int]  # how much of a head follows the frame, the row and the column
-    has_still_references: bool  # pictures to edit stand at timestep 0, not at that of the one that is made
+    rope_widths: tuple[int, int, int]  # elements of a head rotated by the frame, the row and the column
+    has_still_references: bool  # pictures to edit are at timestep 0, not at that of the generated picture
 
     @classmethod
     def from_dict(cls, config: Config) -> QwenImageConfig:
@@ -71,7 +71,7 @@ class QwenImageConfig:
 
     @property
     def patch_width(self) -> int:
-        """Values that the transformer gives for each patch."""
+        """Values that the transformer returns per patch."""
         return self.out_channels * self.patch_size**2
 
 
@@ -96,13 +96,13 @@ NUM_WAVES = 256
 class References:
     """Pictures to edit."""
 
-    patches: Tensor  # [R, channels], of one after the other
+    patches: Tensor  # [R, channels], concatenated
     grids: list[tuple[int, int]]  # rows and columns of each
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the rows of a stream are: lengths of its sequences, and their rope."""
+    """Lengths of a stream's sequences, and their rope."""
 
     lengths: list[int]
     cos: Tensor
@@ -111,14 +111,14 @@ class _Places:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What blocks update."""
+    """Rows that blocks update."""
 
     x_TD: Tensor
     places: _Places
 
 
 class QwenImageStream:
-    """One stream's part of a block: norms by the timestep, what it adds to the joint attention, and its MLP."""
+    """One stream's part of a block: norms modulated by the timestep, its heads of the joint attention, and its MLP."""
 
     def __init__(self, name: str, prefix: str, config: QwenImageConfig) -> None:
         self.head_width = config.head_width
@@ -138,11 +138,11 @@ class QwenImageStream:
         self.mlp_out = Linear([(f"{name}.{prefix}_mlp.net.2", width)], 4 * width, column_shard=inner, bias=True)
 
     def modulated(self, embedded: Tensor) -> list[Sequence[Tensor]]:
-        """Of each timestep shift, scale and gate [1, D] of the attention, then those of the MLP."""
+        """Return for each timestep shift, scale and gate [1, D] of the attention, then those of the MLP."""
         return [one.chunk(6, dim=1) for one in self.modulation(embedded).split(1)]
 
     def heads(self, x_TD: Tensor, modulation: Sequence[Tensor], places: _Places) -> Tensor:
-        """q, k and v [T, 3 x heads, K] of the stream's rows, normed and turned."""
+        """Return q, k and v [T, 3 x heads, K] of the stream's rows, normed and rotated."""
         shift, scale = modulation[:2]
         normed = ada_layer_norm(x_TD[None], scale, shift, EPS)[0]
         qkv = self.qkv(normed).unflatten(1, (3 * self.num_heads, -1))
@@ -151,7 +151,7 @@ class QwenImageStream:
         return qkv
 
     def finish(self, x_TD: Tensor, attended: Tensor, modulation: Sequence[Tensor]) -> None:
-        """x + gate * what was attended to, then x + gate * mlp(norm(x)), updating x."""
+        """Compute x + gate * attention output, then x + gate * mlp(norm(x)), updating x."""
         _, _, gate, mlp_shift, mlp_scale, mlp_gate = modulation
         x_1TD, projected = x_TD[None], self.output(attended)[None]
         normed = ada_layer_norm(projected, mlp_scale, mlp_shift, EPS, residual=x_1TD, gate=gate)
@@ -167,20 +167,20 @@ _ATTENTION_NAMES = {
 
 
 class QwenImageBlock:
-    """Attention of text and picture to both, then an MLP of each stream, updating both."""
+    """Joint attention of text and pictures, then an MLP of each stream, updating both."""
 
     def __init__(self, name: str, config: QwenImageConfig) -> None:
         self.image = QwenImageStream(name, "img", config)
         self.text = QwenImageStream(name, "txt", config)
 
     def __call__(self, text: _Rows, images: Sequence[_Rows], embedded: Tensor) -> None:
-        """`images` are what is made and what is edited, `embedded` the timesteps of both; one may be that of both."""
+        """Update the rows; `images` are generated and edited pictures, `embedded` the timesteps of both, or one."""
         parts = [(self.text, text, self.text.modulated(embedded[:1])[0])]
         of_images = self.image.modulated(embedded)
         parts += [(self.image, rows, of_images[min(i, len(embedded) - 1)]) for i, rows in enumerate(images)]
         heads = [stream.heads(rows.x_TD, modulation, rows.places) for stream, rows, modulation in parts]
-        # A sequence is a text and its pictures. Products of a stream are one for all of them: the copy costs a
-        # hundredth of a product.
+        # A sequence is a text and its pictures. A stream has one product for all of them: the copy costs a hundredth of
+        # a product.
         all_lengths = [rows.places.lengths for _, rows, _ in parts]
         split = [of_part.split(lengths) for of_part, lengths in zip(heads, all_lengths, strict=True)]
         joint = torch.cat([one for sequence in zip(*split, strict=True) for one in sequence])
@@ -222,10 +222,10 @@ class QwenImageTransformer:
         cache: StepCache | None = None,
         references: References | None = None,
     ) -> Tensor:
-        """The velocity [B, N, patch width], fp32, of patches [B, N, channels] of pictures of rows x columns patches.
+        """Return the velocity [B, N, patch width], fp32, of patches [B, N, channels] of rows x columns each.
 
-        `texts` [M, text width] are one for each picture; the timestep is in thousandths of the whole way. `cache` is
-        what earlier steps left, `references` are the pictures to edit, the same for all of the batch.
+        `texts` [M, text width] has one for each picture; the timestep is in thousandths of the whole way. `cache`
+        carries results between steps, `references` are the pictures to edit, the same for the whole batch.
         """
         batch = len(patches)
         grids = [[grid], [] if references is None else references.grids]
@@ -245,7 +245,7 @@ class QwenImageTransformer:
                 with scope():
                     block(text, images, embedded)
 
-        # Nothing reads texts and references after the last block: what is made is all there is to remember.
+        # Nothing reads texts and references after the last block: only the generated picture is cached.
         (cache or StepCache(0.0)).run(image_TD, lambda: run(self.blocks[:1]), lambda: run(self.blocks[1:]))
         scale, shift = self.modulation(embedded[:1]).chunk(2, dim=1)
         normed = ada_layer_norm(image_TD[None], scale, shift, EPS)[0]
@@ -254,9 +254,9 @@ class QwenImageTransformer:
     def _places(
         self, text_lengths: list[int], groups: Sequence[Sequence[tuple[int, int]]]
     ) -> tuple[list[_Places], _Places]:
-        """Pictures lie around the origin, one behind the other; texts follow on the diagonal, behind the longest half.
+        """Return the places of pictures, centred on the origin, and of texts, on the diagonal after the longest half.
 
-        `groups` have rows and columns of the picture that is made, and of those to edit.
+        `groups` have rows and columns of the generated picture, and of those to edit.
         """
         grids = [grid for group in groups for grid in group]
         first = max(side // 2 for grid in grids for side in grid)
@@ -281,7 +281,7 @@ class QwenImageTransformer:
 
 
 def _centred(number: int, rows: int, columns: int) -> Tensor:
-    """Number, row and column of each patch of a picture, fp32 [3, rows * columns]."""
+    """Return number, row and column of each patch of a picture, fp32 [3, rows * columns]."""
     around = [torch.arange(size) - (size - size // 2) for size in (rows, columns)]
     grid = [axis.flatten() for axis in torch.meshgrid(*around, indexing="ij")]
     return torch.stack([torch.full((rows * columns,), float(number)), *grid])

@@ -1,4 +1,4 @@
-"""The families by model_type, and the autoencoders by the class that a diffusers config names."""
+"""Families by model_type, and autoencoders by the class name in a diffusers config."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(config: Mapping[str, object]) -> Family:
-    """The family of a checkpoint."""
+    """Return the family of a checkpoint."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedConfig(f"model_type is {model_type!r}, expected one of {', '.join(sorted(FAMILIES))}")
@@ -41,7 +41,7 @@ BUILDERS: Mapping[str, Callable[[Mapping[str, Any]], Vae]] = {
 
 
 def build_vae(config: Mapping[str, Any]) -> Vae:
-    """The autoencoder of a component's config.json, its weights still to be loaded."""
+    """Return the autoencoder of a component's config.json, without weights."""
     name = config.get("_class_name")
     if not isinstance(name, str) or name not in BUILDERS:
         raise UnsupportedConfig(f"_class_name of the vae is {name!r}, expected one of {', '.join(sorted(BUILDERS))}")

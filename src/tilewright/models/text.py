@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and Qwen3-MoE: one decoder and different configs; the base of every model around one decoder."""
+"""Llama, Qwen2, Qwen3 and Qwen3-MoE: configs of one decoder; and the base of all models around a decoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tilewright.weights.linear import ExpertFormat
 
 
 class DecoderModel:
-    """A model whose text side is `decoder`."""
+    """A model whose text model is `decoder`."""
 
     decoder: Decoder
 
@@ -42,13 +42,13 @@ class DecoderModel:
         return self.decoder.cost()
 
 
-QWEN3_HEAD_WIDTH = 128  # what a dense Qwen3 config without head_dim means
+QWEN3_HEAD_WIDTH = 128  # default of dense Qwen3 configs
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 class TextModel(DecoderModel):
-    """A language model that takes text alone."""
+    """A language model without media."""
 
     num_position_axes = 1
     cross_spec = None
@@ -86,7 +86,7 @@ def _build_qwen3(config: Config, shapes: Shapes) -> TextModel:
 
 def _build_qwen3_moe(config: Config, shapes: Shapes) -> TextModel:
     renormalize = bool(config.get("norm_topk_prob", False))
-    # As published a tensor per expert; some tools save the experts of a layer in one.
+    # Published with a tensor per expert; some tools stack the experts of a layer.
     is_stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in shapes)
     stored = ExpertFormat.stacked if is_stacked else ExpertFormat.separate
     moe = moe_config(config, stored, renormalize=renormalize)

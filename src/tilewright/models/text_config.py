@@ -1,7 +1,4 @@
-"""Reading a checkpoint's config into the decoder's: one function per question, clear errors for what is not built.
-
-A checkpoint may store a head of its own though its config says that it is the embedding table.
-"""
+"""Reads a checkpoint's config into a DecoderConfig, with clear errors for what is not supported."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ Config = Mapping[str, object]
 
 
 def integer(config: Config, key: str, default: int | None = None) -> int:
-    """config[key], which must be a whole number."""
+    """Return config[key], which must be an integer."""
     value = config.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool):
         raise UnsupportedConfig(f"config has {key} {value!r}, expected a whole number")
@@ -33,7 +30,7 @@ def integer(config: Config, key: str, default: int | None = None) -> int:
 
 
 def number(config: Config, key: str, default: float) -> float:
-    """config[key], which must be a number."""
+    """Return config[key], which must be a number."""
     value = config.get(key, default)
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise UnsupportedConfig(f"config has {key} {value!r}, expected a number")
@@ -41,14 +38,14 @@ def number(config: Config, key: str, default: float) -> float:
 
 
 def model_width(config: Config) -> int:
-    """config's hidden_size, which some call d_model."""
+    """Return config's hidden_size, or d_model in its place."""
     return integer(config, "d_model" if config.get("hidden_size") is None and "d_model" in config else "hidden_size")
 
 
 def head_width(config: Config, width: int, num_heads: int, default: int | None = None) -> int:
-    """config's head_dim, or qk_head_dim; without either the family's default, or the heads' whole share of the width.
+    """Return config's head_dim, or qk_head_dim; without either the family's default, or width / num_heads.
 
-    null is as nothing: some tools write out what is derived.
+    null counts as missing: some tools write out derived entries.
     """
     if num_heads < 1:
         raise UnsupportedConfig(f"config has {num_heads} heads, expected 1 or more")
@@ -66,7 +63,7 @@ def head_width(config: Config, width: int, num_heads: int, default: int | None =
 
 
 def whole_name(stored_name: str) -> str:
-    """The name a tensor has in a whole model: checkpoints saved without a head leave out the prefix "model."."""
+    """Return a tensor's name in a whole model: checkpoints saved without a head leave out the prefix "model."."""
     part = stored_name.partition(".")[0]
     return f"model.{stored_name}" if part in _PARTS else stored_name
 
@@ -80,7 +77,7 @@ def has_separate_experts(names: Iterable[str]) -> bool:
 
 
 def table(config: Config, key: str) -> Config:
-    """config[key], which must be a table."""
+    """Return config[key], which must be a table."""
     value = config.get(key)
     if not isinstance(value, Mapping):
         raise UnsupportedConfig(f"config has {key} {value!r}, expected a table")
@@ -88,7 +85,7 @@ def table(config: Config, key: str) -> Config:
 
 
 def is_tied(config: Config) -> bool:
-    """Whether the head is the embedding table. The outer config decides; a text part's own entry may say otherwise."""
+    """Return whether the head is the embedding table; a text part's own entry counts if the outer config has none."""
     text = table(config, "text_config") if "text_config" in config else config
     return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
 
@@ -105,7 +102,7 @@ def decoder_config(
     moe: MoeConfig | None = None,
     default_head_width: int | None = None,
 ) -> DecoderConfig:
-    """The decoder a text config describes. What is None is read from the config.
+    """Return the decoder that a text config describes. Arguments that are None are read from the config.
 
     `norm_plus_one`: all norms scale by 1 + weight. `output_gate`: as in `AttentionConfig`. `moe` are the experts of
     layers that are not dense.
@@ -146,18 +143,18 @@ def decoder_config(
 
 
 def _mlps(config: Config, moe: MoeConfig | None) -> list[MlpConfig | MoeConfig]:
-    """The feed-forward part of each layer."""
+    """Return the feed-forward config of each layer."""
     layers = range(integer(config, "num_hidden_layers"))
     is_dense = [moe is None or _is_dense(config, layer) for layer in layers]
     activation = activation_named(str(config.get("hidden_act", "silu")))
-    # A config whose layers all have experts may say nothing of a dense layer's width.
+    # A config whose layers all have experts may have no width for dense ones.
     width = integer(config, "intermediate_size", None if any(is_dense) else 0)
     dense = MlpConfig(width, activation, bool(config.get("mlp_bias", False)))
     return [dense if moe is None or is_dense[layer] else moe for layer in layers]
 
 
 def _windows(config: Config) -> tuple[int, ...]:
-    """The sliding window of each layer, as Qwen2 and Qwen3 configs say it; 0: it sees all tokens."""
+    """Return the sliding window of each layer of a Qwen2 or Qwen3 config; 0: it sees all tokens."""
     num_layers = integer(config, "num_hidden_layers")
     if not config.get("use_sliding_window") or not config.get("sliding_window"):
         return (0,) * num_layers
@@ -169,7 +166,7 @@ def _windows(config: Config) -> tuple[int, ...]:
 
 
 def moe_config(config: Config, stored: ExpertFormat, *, renormalize: bool) -> MoeConfig:
-    """The experts a Qwen3-MoE config describes."""
+    """Return the experts that a Qwen3-MoE config describes."""
     return MoeConfig(
         num_experts=_num_experts(config),
         experts_per_token=integer(config, "num_experts_per_tok"),
@@ -200,8 +197,10 @@ _log = logging.getLogger(__name__)
 
 
 def config_as_stored(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The checkpoint's config, with an untied head where one is stored that differs from the table, as transformers
-    reads it: the tensors are what was trained."""
+    """Return the checkpoint's config, untied if it stores a head that differs from the embedding table.
+
+    As in transformers: the tensors are what was trained, whatever the config says.
+    """
     config = checkpoint.config
     names = [name for name in checkpoint.shapes if name.endswith(("lm_head.weight", "embed_tokens.weight"))]
     if len(names) != 2 or not is_tied(config) or _is_same(checkpoint, *names):
@@ -217,7 +216,7 @@ def config_as_stored(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _is_same(checkpoint: Checkpoint, first: str, second: str) -> bool:
-    """Stops at the first difference: only a head that equals the table is read whole."""
+    """Compare two tensors up to the first difference: only a head that equals the table is read whole."""
     num_rows = checkpoint.shapes[first][0]
     if checkpoint.shapes[first] != checkpoint.shapes[second]:
         return False

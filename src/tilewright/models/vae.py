@@ -1,4 +1,4 @@
-"""What a pipeline asks of an autoencoder, and what autoencoders share.
+"""The interface of autoencoders to pipelines, and what autoencoders share.
 
 Pictures and clips are [B, T, H, W, 3] in [-1, 1], latents [B, t, h, w, C], channels last; pictures have one frame.
 """
@@ -17,28 +17,28 @@ from tilewright.types import RequestError
 
 
 class Vae(Protocol):
-    """An autoencoder whose latents are those the transformer works on: shifted, scaled and patchified inside."""
+    """An autoencoder whose latents are the transformer's: it shifts, scales and patchifies them itself."""
 
     latent_channels: int
     spatial_factor: int
     temporal_factor: int
 
     def encode(self, x_BTHWC: Tensor, *, tile: int | None = None) -> Tensor:
-        """Latents [B, t, h, w, C] of pictures or clips [B, T, H, W, 3] in [-1, 1]: the mode, no sample."""
+        """Return latents [B, t, h, w, C] of pictures or clips [B, T, H, W, 3] in [-1, 1]: the mode, not a sample."""
 
     def decode(self, latents_BTHWC: Tensor, *, tile: int | None = None) -> Tensor:
-        """Pictures or clips [B, T, H, W, 3] of latents [B, t, h, w, C].
+        """Return pictures or clips [B, T, H, W, 3] of latents [B, t, h, w, C].
 
-        `tile` is the height of the parts that are in memory at a time, in pixels, None for what the memory allows.
+        `tile` is the height in pixels of the parts that are in memory at a time; None: as the memory allows.
         """
 
     def checkpoint_name(self, name: str) -> str | None:
-        """The network's name for a tensor of the checkpoint; None for one that is not used."""
+        """Return the network's name for a tensor of the checkpoint; None for an unused one."""
 
 
 @dataclass(frozen=True)
 class LatentScale:
-    """Latents as the transformer has them are (z - mean) / std of what the encoder gives: one number or per channel."""
+    """The transformer's latents are (z - mean) / std of the encoder's z: one number, or one per channel."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -53,18 +53,18 @@ class LatentScale:
 
 
 def memory_budget() -> float:
-    """Bytes that maps may take before they are computed in parts: half of what is free; on other devices any."""
+    """Return the bytes that whole maps may take: half of the free memory; on other devices no limit."""
     return memory.available_bytes() / 2 if backend.device().type == "cpu" else float("inf")
 
 
 def check_tile(tile: int | None) -> None:
-    """RequestError unless it is a number of pixels, or None."""
+    """Raise RequestError unless `tile` is a number of pixels, or None."""
     if tile is not None and tile < 1:
         raise RequestError(f"tile is {tile}, expected 1 pixel or more")
 
 
 def check_shape(what: str, x: Tensor, channels: int, multiple: int = 1) -> None:
-    """RequestError unless x is [B, T, H, W, channels] with sides that divide."""
+    """Raise RequestError unless x is [B, T, H, W, channels] with sides that are multiples of `multiple`."""
     if x.dim() != 5 or x.shape[-1] != channels or x.numel() == 0:
         raise RequestError(f"{what} has shape {list(x.shape)}, expected [B, T, H, W, {channels}]")
     if x.shape[2] % multiple or x.shape[3] % multiple:

@@ -1,8 +1,8 @@
-"""The blocks of Wan's autoencoder: clips [B, T, H, W, C] in pieces of a few frames and tiles of a few pixels.
+"""Blocks of Wan's autoencoder: clips [B, T, H, W, C] in pieces of a few frames and tiles of a few pixels.
 
-Norms are over the channels of a pixel. Where a pixel sees no further than its neighbourhood, a tile with as many pixels
-around it has the values of the whole, bit for bit: nothing needs to be blended. A tile goes through with all its frames
-before the next one does, so that what convolutions keep of earlier frames is a tile's too.
+Norms are over the channels of a pixel. Where a pixel sees only its neighbourhood, a tile with enough pixels around it
+has the values of the whole, bit for bit: nothing needs to be blended. A tile is computed for all its frames before the
+next one, so that the frames that convolutions keep belong to one tile.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from tilewright.weights.conv import Unpacked
 
 
 class FrameHistory:
-    """What convolutions over time have seen last of a clip, whose pieces go through a network one after the other.
+    """Last frames that each convolution over time has read of a clip, whose pieces go through a network in turn.
 
-    A piece's result is then the same as if the clip came whole.
+    A piece's result is the same as for the whole clip.
     """
 
     def __init__(self) -> None:
-        self.is_first = True  # of the piece that goes through now
+        self.is_first = True  # whether the current piece is the first
         self.is_last = False
         self._frames: dict[CausalConv3d, Tensor] = {}
 
     def convolve(
         self, conv: CausalConv3d, x: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """conv over x and the frames before it + residual."""
+        """Return conv over x and the frames before it, + residual."""
         result = conv(x, self._frames.get(conv), residual=residual, out=out)
         self.keep(conv, x)
         return result
 
     def keep(self, conv: CausalConv3d, x: Tensor) -> None:
-        """The last frames of x and those before it, as many as the convolution will look back at."""
+        """Keep as many of the last frames up to x's end as the convolution reads again."""
         count = conv.num_previous
         if self.is_last or not count:
             self._frames.pop(conv, None)
@@ -61,7 +61,7 @@ class ChannelNorm:
     def __init__(self, name: str, channels: int, *, num_axes: int = 3, activation: str = "none") -> None:
         self.weight = Unpacked(f"{name}.gamma", channels, *(1,) * num_axes)
         self.activation = activation
-        self.eps = 1e-24 / channels  # theirs keeps |x| from 0 by 1e-12
+        self.eps = 1e-24 / channels  # the original clamps |x| at 1e-12
 
     def __call__(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         return rms_norm(x, self.weight.value.view(-1), self.eps, activation=self.activation, out=out)
@@ -82,7 +82,7 @@ class ResidualBlock:
         )
 
     def __call__(self, x: Tensor, history: FrameHistory, memory: FeatureMemory) -> Tensor:
-        """Its memory is the block's from then on: what comes out may lie there."""
+        """Return the block's result, which may lie in x's memory: the block frees or overwrites x."""
         shape = (*x.shape[:-1], self.conv1.out_channels)
         if self.shortcut is None:
             out, normed = x, self.norm1(x, out=memory.like(x))
@@ -124,7 +124,7 @@ class WanMidBlock:
 
 
 class Downsampler:
-    """Half the rows and columns, and half the frames with `halves_time`: but of the first piece, which is one frame."""
+    """Halves rows and columns, and frames with `halves_time`, except the first piece's single frame."""
 
     def __init__(self, name: str, channels: int, *, halves_time: bool) -> None:
         self.conv = Conv2d(f"{name}.resample.1", channels, channels, stride=2, padding=(0, 1, 0, 1))
@@ -135,7 +135,7 @@ class Downsampler:
     def __call__(
         self, x: Tensor, history: FrameHistory, memory: FeatureMemory, *, residual: Tensor | None = None
     ) -> Tensor:
-        """The smaller clip + residual, which has its shape."""
+        """Return the smaller clip + residual, which has its shape."""
         batch, frames, rows, columns, channels = x.shape
         small = memory.take((batch, frames, rows // 2, columns // 2, channels), x.dtype)
         at_once = residual if self.time_conv is None else None
@@ -153,22 +153,22 @@ class Downsampler:
 
 
 class Upsampler:
-    """Twice the rows and columns, and twice the frames with `doubles_time`: but of the first piece's frame."""
+    """Doubles rows and columns, and frames with `doubles_time`, except the first piece's single frame."""
 
     def __init__(self, name: str, channels: int, out_channels: int, *, doubles_time: bool) -> None:
         self.conv = UpsampleConv2d(f"{name}.resample.1", channels, out_channels)
-        # The first piece does not go through it, and to the second one it begins with zeros.
+        # The first piece skips it, and the second reads zeros before its frames.
         self.time_conv = CausalConv3d(f"{name}.time_conv", channels, 2 * channels, (3, 1, 1)) if doubles_time else None
 
     def __call__(
         self, x: Tensor, history: FrameHistory, memory: FeatureMemory, *, residual: Tensor | None = None
     ) -> Tensor:
-        """The larger clip + residual, which has its shape and is overwritten by it."""
+        """Return the larger clip + residual, which has its shape and is overwritten by it."""
         if self.time_conv is not None and not history.is_first:
             batch, frames, rows, columns, channels = x.shape
             pairs = history.convolve(self.time_conv, x, out=memory.take((*x.shape[:-1], 2 * channels), x.dtype))
             memory.give(x)
-            # The channels of a frame and of the one after it.
+            # Channels are those of a frame, then of the one after it.
             x = memory.take((batch, 2 * frames, rows, columns, channels), x.dtype)
             x.view(batch, frames, 2, rows, columns, channels).copy_(pairs.unflatten(-1, (2, -1)).movedim(-2, 2))
             memory.give(pairs)
@@ -185,7 +185,7 @@ class WanDownStage:
     """Residual blocks of one size, then the step to the next, with a shortcut around them in Wan 2.2."""
 
     def __init__(self, resnets: list[ResidualBlock], step: Downsampler | None, out_channels: int | None) -> None:
-        """`out_channels`: of the shortcut; None for none."""
+        """Make a stage; `out_channels` are those of the shortcut, None for none."""
         self.resnets, self.step, self.shortcut_channels = resnets, step, out_channels
 
     def __call__(self, x: Tensor, history: FrameHistory, memory: FeatureMemory) -> Tensor:
@@ -216,7 +216,7 @@ class WanUpStage:
         return x if self.step is None else self.step(x, history, memory, residual=residual)
 
     def _repeated(self, x: Tensor, time_factor: int, memory: FeatureMemory) -> Tensor:
-        """x as large as the stage's result: each pixel's channels are dealt out over the pixels it becomes."""
+        """Return x in the size of the stage's result: a pixel's channels are dealt out over the pixels it becomes."""
         assert self.step is not None
         batch, frames, rows, columns, channels = x.shape
         out_channels = self.step.conv.out_channels
@@ -235,7 +235,7 @@ class WanUpStage:
 
 
 def average(x: Tensor, out_channels: int, time_factor: int, factor: int) -> Tensor:
-    """x with fewer pixels and frames: as many values as make one, neighbours and channels together, are averaged."""
+    """Return x with fewer pixels and frames: groups of neighbouring pixels and channels are averaged."""
     missing = -x.shape[1] % time_factor
     if missing:
         x = torch.cat((x.new_zeros(x.shape[0], missing, *x.shape[2:]), x), dim=1)
@@ -247,13 +247,13 @@ def average(x: Tensor, out_channels: int, time_factor: int, factor: int) -> Tens
     return values.float().mean(-1).to(x.dtype)
 
 
-MIN_SIDE, SIDE_STEP = 64, 32  # of a tile that memory asks for, in pixels of the network's largest maps
+MIN_SIDE, SIDE_STEP = 64, 32  # of automatic tiles, in pixels of the network's largest maps
 
 Network = Callable[[Tensor, FrameHistory, FeatureMemory], Tensor]
 
 
 def pieces_of(x_BTHWC: Tensor, num_frames: int) -> Iterator[tuple[Tensor, FrameHistory]]:
-    """The first frame, then `num_frames` at a time, with the history of those before."""
+    """Yield the first frame, then `num_frames` at a time, with the history of the pieces before."""
     history = FrameHistory()
     total = x_BTHWC.shape[1]
     for begin in (0, *range(1, total, num_frames)):
@@ -263,7 +263,7 @@ def pieces_of(x_BTHWC: Tensor, num_frames: int) -> Iterator[tuple[Tensor, FrameH
 
 
 def spans_of(length: int, side: int, reach: int, step: int) -> Iterator[tuple[slice, slice]]:
-    """What is computed and what is read for it, of parts of an axis; all begin at multiples of `step`."""
+    """Yield the computed and the read span of each part of an axis; all begin at multiples of `step`."""
     side, reach = -(-side // step) * step, -(-reach // step) * step
     for begin in range(0, length, side):
         end = min(begin + side, length)
@@ -273,9 +273,10 @@ def spans_of(length: int, side: int, reach: int, step: int) -> Iterator[tuple[sl
 def in_tiles(
     network: Network, x_BTHWC: Tensor, *, num_frames: int, side: int, reach: int, step: int, growth: Fraction
 ) -> Tensor:
-    """The network's result of a clip, computed in tiles of `side` pixels of it, each with `reach` pixels around it.
+    """Return the network's result for a clip, computed in tiles of `side` pixels, each with `reach` pixels around it.
 
-    Pieces are of `num_frames`. A pixel becomes `growth` pixels in rows and columns; tiles begin at multiples of `step`.
+    Pieces have `num_frames` frames. A pixel becomes `growth` pixels in rows and columns; tiles begin at multiples of
+    `step`.
     """
     result: Tensor | None = None
     _, _, height, width, _ = x_BTHWC.shape
@@ -303,7 +304,7 @@ def in_tiles(
 
 
 def taken_from(memory: FeatureMemory, result: Tensor, part: tuple[slice, ...] = ()) -> Tensor:
-    """A copy of a result, or of a part of it, whose memory is free again."""
+    """Return a copy of a result, or of a part of it, and free its memory."""
     copy = result[part].clone(memory_format=torch.contiguous_format)
     memory.give(result)
     return copy
@@ -312,10 +313,10 @@ def taken_from(memory: FeatureMemory, result: Tensor, part: tuple[slice, ...] = 
 def chosen_side(
     pixels: int, batch: int, widths: Sequence[int], num_resnets: int, num_frames: int, reach: int, itemsize: int
 ) -> int | None:
-    """The side of tiles that memory has room for, in pixels of the largest maps; None where it has for all of them.
+    """Return the side of tiles that fit into memory, in pixels of the largest maps; None if the whole fits.
 
-    `widths` are the channels of the stages, from the largest maps on; a piece has `num_frames` there. Three maps of a
-    stage are in memory, and two frames for each of its convolutions.
+    `widths` are the channels of the stages, from the largest maps on; a piece has `num_frames` there. Counted are three
+    maps of a stage, and two frames for each of its convolutions.
     """
     maps = 3 * num_frames * widths[0]
     kept = sum(4 * num_resnets * width / 4**i for i, width in enumerate(widths)) if num_frames > 1 else 0

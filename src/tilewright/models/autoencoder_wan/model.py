@@ -1,6 +1,6 @@
-"""AutoencoderKLWan as Wan 2.1 and 2.2 have it, and AutoencoderKLQwenImage, which is Wan 2.1's by another name.
+"""AutoencoderKLWan of Wan 2.1 and 2.2, and AutoencoderKLQwenImage, which is Wan 2.1's under another name.
 
-A clip goes through in pieces: its first frame, then as many frames as make one of the latents.
+A clip is computed in pieces: its first frame, then as many frames as make one of the latents.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tilewright.models.text_config import Config, integer
 from tilewright.models.vae import LatentScale, check_shape, check_tile
 from tilewright.types import RequestError, UnsupportedConfig
 
-# Of Wan 2.1, which both classes have for defaults.
+# Wan 2.1's, the defaults of both classes.
 MEAN: tuple[float, ...] = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
 MEAN += (0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)
 STD: tuple[float, ...] = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
@@ -43,15 +43,15 @@ STD += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
 
 @dataclass(frozen=True)
 class WanAutoencoderConfig:
-    in_channels: int  # of the network: a picture's times the patch's pixels
+    in_channels: int  # channels of the network's input: a picture's times the patch's pixels
     out_channels: int
     latent_channels: int
     encoder_width: int
     decoder_width: int
     multipliers: tuple[int, ...]  # of the width in each stage, from the picture to the latents
-    num_resnets: int  # of a stage of the encoder; the decoder has one more
-    halves_time: tuple[bool, ...]  # of each step from a stage to the next, beside rows and columns
-    has_shortcuts: bool  # around whole stages, as Wan 2.2 has them
+    num_resnets: int  # of an encoder stage; a decoder stage has one more
+    halves_time: tuple[bool, ...]  # for each step between stages: whether it halves frames, beside rows and columns
+    has_shortcuts: bool  # around whole stages, as in Wan 2.2
     patch_size: int
     scale: LatentScale
 
@@ -74,7 +74,7 @@ class WanAutoencoderConfig:
         for key, values in (("latents_mean", mean), ("latents_std", std)):
             if len(values) != latent_channels:
                 raise UnsupportedConfig(f"config has {len(values)} {key}, expected {latent_channels}, its z_dim")
-        picture_channels = integer(config, "input_channels", 3)  # Qwen-Image's name, of what goes in and comes out
+        picture_channels = integer(config, "input_channels", 3)  # Qwen-Image's name for channels of input and output
         return cls(
             in_channels=integer(config, "in_channels", picture_channels),
             out_channels=integer(config, "out_channels", picture_channels),
@@ -106,7 +106,7 @@ def _list(config: Config, key: str, kind: type | tuple[type, ...], default: tupl
 
 
 class WanEncoder:
-    """Mean and log variance of latents [B, t, h, w, 2 C] of a piece of a clip."""
+    """Maps a piece of a clip to mean and log variance of latents [B, t, h, w, 2 C]."""
 
     def __init__(self, config: WanAutoencoderConfig) -> None:
         widths = [config.encoder_width * multiplier for multiplier in (1, *config.multipliers)]
@@ -115,7 +115,7 @@ class WanEncoder:
         index = 0
         for i, (before, width) in enumerate(itertools.pairwise(widths)):
             is_last = i == len(config.multipliers) - 1
-            # Without shortcuts, blocks and steps of all stages are numbered through.
+            # Without shortcuts, the blocks and steps of all stages are numbered consecutively.
             prefix = f"encoder.down_blocks.{i}.resnets." if config.has_shortcuts else "encoder.down_blocks."
             first = 0 if config.has_shortcuts else index
             resnets = [
@@ -135,21 +135,21 @@ class WanEncoder:
         self.conv_out = CausalConv3d("encoder.conv_out", widths[-1], 2 * config.latent_channels)
 
     def large(self, x: Tensor, history: FrameHistory, memory: FeatureMemory) -> Tensor:
-        """The stages that make a piece smaller: a pixel sees its neighbourhood."""
+        """Run the stages that make a piece smaller, in which a pixel sees its neighbourhood."""
         x = history.convolve(self.conv_in, x, out=memory.take((*x.shape[:-1], self.conv_in.out_channels), x.dtype))
         for stage in self.stages[:-1]:
             x = stage(x, history, memory)
         return x
 
     def small(self, x: Tensor, history: FrameHistory, memory: FeatureMemory) -> Tensor:
-        """The rest, in which a pixel sees all others."""
+        """Run the rest, in which a pixel sees all others."""
         x = self.mid(self.stages[-1](x, history, memory), history, memory)
         out = history.convolve(self.conv_out, self.norm_out(x, out=x))
         memory.give(x)
         return out
 
     def reach(self) -> int:
-        """Pixels around those that a pixel of `large`'s result stands for, which it sees too."""
+        """Return how many pixels beyond its own square a pixel of the result of `large` sees."""
         reach = 0
         for stage in self.stages[-2::-1]:
             reach = 2 * reach + 2 + 2 * len(stage.resnets)
@@ -157,7 +157,7 @@ class WanEncoder:
 
 
 class WanDecoder:
-    """A piece of a clip, of the latents [B, t, h, w, C] of it."""
+    """Maps latents [B, t, h, w, C] to a piece of a clip."""
 
     def __init__(self, config: WanAutoencoderConfig) -> None:
         widths = [config.decoder_width * multiplier for multiplier in config.multipliers[::-1]]
@@ -173,7 +173,7 @@ class WanDecoder:
             ]
             step = None
             if i < len(widths) - 1:
-                # Without shortcuts the step to the next stage halves the channels.
+                # Without shortcuts, the step to the next stage halves the channels.
                 before = width if config.has_shortcuts else width // 2
                 step_name = f"{name}.upsampler" if config.has_shortcuts else f"{name}.upsamplers.0"
                 step = Upsampler(step_name, width, before, doubles_time=config.halves_time[::-1][i])
@@ -184,11 +184,11 @@ class WanDecoder:
 
     @property
     def num_small(self) -> int:
-        """Stages whose maps are small: the first, and not the only one."""
+        """Number of stages with small maps: the first one, unless it is the only one."""
         return min(1, len(self.stages) - 1)
 
     def small(self, z: Tensor, history: FrameHistory, memory: FeatureMemory) -> Tensor:
-        """What a pixel sees all others in, and the first stage."""
+        """Run the layers in which a pixel sees all others, and the first stage."""
         x = history.convolve(self.conv_in, z, out=memory.take((*z.shape[:-1], self.conv_in.out_channels), z.dtype))
         x = self.mid(x, history, memory)
         for stage in self.stages[: self.num_small]:
@@ -196,7 +196,7 @@ class WanDecoder:
         return x
 
     def large(self, x: Tensor, history: FrameHistory, memory: FeatureMemory) -> Tensor:
-        """The other stages: a pixel sees its neighbourhood."""
+        """Run the other stages, in which a pixel sees its neighbourhood."""
         for stage in self.stages[self.num_small :]:
             x = stage(x, history, memory)
         out = history.convolve(self.conv_out, self.norm_out(x, out=x))
@@ -204,7 +204,7 @@ class WanDecoder:
         return out
 
     def reach(self) -> int:
-        """Pixels around one of `large`'s that those it becomes see too."""
+        """Return how many pixels around an input pixel of `large` its output pixels see."""
         reach = 1
         for stage in reversed(self.stages[self.num_small :]):
             if stage.step is not None:
@@ -235,9 +235,9 @@ class AutoencoderWan:
         return self.quant_conv.weight.value.packed.dtype
 
     def encode(self, x_BTHWC: Tensor, *, tile: int | None = None) -> Tensor:
-        """Latents [B, 1 + (T - 1) / 4, h, w, C] of a clip [B, T, H, W, 3] in [-1, 1]: the mode.
+        """Return latents [B, 1 + (T - 1) / 4, h, w, C] of a clip [B, T, H, W, 3] in [-1, 1]: the mode.
 
-        `tile` is the side of the parts that the large maps are computed in, in pixels; None: what the memory allows.
+        `tile` is the side of the tiles in which the large maps are computed, in pixels; None: as the memory allows.
         """
         picture_channels = self.config.in_channels // self.config.patch_size**2
         check_shape("the clip to encode", x_BTHWC, picture_channels, self.spatial_factor)
@@ -271,7 +271,7 @@ class AutoencoderWan:
         return self.config.scale.normalize(z[..., : self.latent_channels]).to(self.dtype)
 
     def decode(self, latents_BTHWC: Tensor, *, tile: int | None = None) -> Tensor:
-        """A clip [B, 1 + 4 (t - 1), H, W, 3] in [-1, 1] of latents [B, t, h, w, C]; `tile` as of `encode`."""
+        """Return a clip [B, 1 + 4 (t - 1), H, W, 3] in [-1, 1] of latents [B, t, h, w, C]; `tile` as for `encode`."""
         check_shape("latents", latents_BTHWC, self.latent_channels)
         z = self.post_quant_conv(self.config.scale.restore(latents_BTHWC).to(self.dtype).contiguous())
         memory = FeatureMemory()
@@ -298,7 +298,7 @@ class AutoencoderWan:
         return unpatchify(clip, self.config.patch_size).clamp_(-1, 1)
 
     def _side(self, tile: int | None, x: Tensor, network: WanEncoder | WanDecoder) -> int | None:
-        """The side of tiles, in pixels of the network's largest maps; None for no tiles."""
+        """Return the side of tiles, in pixels of the network's largest maps; None for no tiles."""
         check_tile(tile)
         if tile is not None:
             return max(tile // self.config.patch_size, 1)
@@ -312,7 +312,7 @@ class AutoencoderWan:
 
 
 def patchify(x_BTHWC: Tensor, side: int) -> Tensor:
-    """[B, T, H / side, W / side, C side^2]: channel, column and row of a square, in this order."""
+    """Return squares as channels [B, T, H / side, W / side, C side^2], ordered by channel, column and row."""
     if side == 1:
         return x_BTHWC
     squares = x_BTHWC.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # B, T, h, row, w, column, C
@@ -320,7 +320,7 @@ def patchify(x_BTHWC: Tensor, side: int) -> Tensor:
 
 
 def unpatchify(x_BTHWC: Tensor, side: int) -> Tensor:
-    """What `patchify` was given."""
+    """Invert `patchify`."""
     if side == 1:
         return x_BTHWC
     squares = x_BTHWC.unflatten(4, (-1, side, side))  # B, T, h, w, C, column, row
@@ -328,5 +328,5 @@ def unpatchify(x_BTHWC: Tensor, side: int) -> Tensor:
 
 
 def build(config: Mapping[str, Any]) -> AutoencoderWan:
-    """The network a config describes, its weights still to be loaded."""
+    """Return the network that a config describes, without weights."""
     return AutoencoderWan(WanAutoencoderConfig.from_dict(config))

@@ -1,4 +1,4 @@
-"""Llama-3.2-Vision: a Llama decoder with layers in between that attend to the vision tower's states."""
+"""Llama-3.2-Vision: a Llama decoder with cross-attention layers that attend to the vision tower's states."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tilewright.models.text_config import Config, decoder_config, integer, table
 from tilewright.types import UnsupportedConfig
 
 TEXT, VISION, PROJECTOR = "model.language_model", "model.vision_model", "model.multi_modal_projector"
-NUM_EXTRA_EMBEDDINGS = 8  # the picture's token among them
-UNSAID = {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0}  # what a config that leaves them out means
-# As the released checkpoints name them, and as newer tools save them.
+NUM_EXTRA_EMBEDDINGS = 8  # including the picture's token
+UNSAID = {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0}  # defaults of a config
+# Names in released checkpoints -> names saved by newer tools.
 _RENAMED = {
     "language_model.lm_head.": "lm_head.",
     "language_model.model.": f"{TEXT}.",
@@ -30,7 +30,7 @@ _RENAMED = {
 
 
 def model_name(stored_name: str) -> str:
-    """Our name for a tensor under either of its names."""
+    """Return our name for a tensor under either of its names."""
     for prefix, ours in _RENAMED.items():
         if stored_name.startswith(prefix):
             return ours + stored_name.removeprefix(prefix)
@@ -71,7 +71,7 @@ def _build(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Mllama:
 
 
 def _with_cross(spec: LayerSpec) -> LayerSpec:
-    """A layer as `spec` that attends to encoder states instead."""
+    """Return `spec` with cross-attention to encoder states instead of self-attention."""
     own = spec.attention
     assert isinstance(own, AttentionConfig)
     cross = CrossAttentionConfig(

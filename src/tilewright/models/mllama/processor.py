@@ -1,6 +1,6 @@
-"""Messages or prompts with pictures to what Llama-3.2-Vision reads: ids, positions, and tiles that tokens attend to.
+"""Turns messages or prompts with pictures into Llama-3.2-Vision's inputs: ids, positions, and tiles.
 
-A picture becomes tiles: the arrangement that suits it, its size within, and how pixels are scaled.
+A picture becomes tiles: their arrangement, its size within them, and the scaling of pixels.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tilewright.ops import media as image_ops
 from tilewright.ops.media import Filter
 from tilewright.types import RequestError, Span
 
-_FILTERS: dict[int, Filter] = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
-# What the released checkpoints say; for folders without the file.
+_FILTERS: dict[int, Filter] = {2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
+# The released checkpoints' values, for folders without the file.
 _DEFAULT_MEAN, _DEFAULT_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
@@ -54,7 +54,7 @@ class MllamaPreprocessing:
 
 @dataclass(frozen=True)
 class Fit:
-    """Where a picture goes: rows and columns of tiles, and its size in their upper left corner; the rest is black."""
+    """A picture's rows and columns of tiles, and its size in their upper left corner; the rest is black."""
 
     tiling: tuple[int, int]
     height: int
@@ -62,7 +62,7 @@ class Fit:
 
 
 def read_preprocessing(config: Mapping[str, Any], folder: str | Path | None) -> MllamaPreprocessing:
-    """The settings of the folder's preprocessor_config.json, the vision config's and the released ones without it."""
+    """Read the folder's preprocessor_config.json; without it use the vision config's and the released settings."""
     settings = _read_settings(Path(folder)) if folder is not None else {}
     vision = config["vision_config"]
     size = settings.get("size") or {"height": vision["image_size"], "width": vision["image_size"]}
@@ -97,7 +97,7 @@ def read_preprocessing(config: Mapping[str, Any], folder: str | Path | None) -> 
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    """The first that is there: the section of processor_config.json, or the file of pictures."""
+    """Return the image section of processor_config.json, else preprocessor_config.json."""
     for name, section in (("processor_config.json", "image_processor"), ("preprocessor_config.json", None)):
         stored = read_optional_json(folder / name)
         if found := stored.get(section) if section else stored:
@@ -106,9 +106,9 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 
 def fit(height: int, width: int, settings: MllamaPreprocessing) -> Fit:
-    """The tiles for a picture: the least that enlarge it to fill them, else those that shrink it least.
+    """Choose a picture's tiles: the least enlargement that fills them, else the least shrinking.
 
-    Of several that scale it alike, those of the least area. It is not enlarged beyond what a side of one tile takes.
+    Of several with the same scale, those of the least area. It is enlarged at most to the side of one tile.
     """
     tile = settings.tile_size
 
@@ -127,7 +127,7 @@ def fit(height: int, width: int, settings: MllamaPreprocessing) -> Fit:
 
 
 def _size_within(height: int, width: int, canvas_height: int, canvas_width: int, tile: int) -> tuple[int, int]:
-    """The size that keeps the picture's shape, with each side between a tile and the canvas where that is possible."""
+    """Return the size with the picture's aspect ratio, each side between a tile and the canvas if possible."""
     most_height = min(max(height, tile), canvas_height)
     most_width = min(max(width, tile), canvas_width)
     scale_height, scale_width = most_height / height, most_width / width
@@ -166,7 +166,7 @@ class MllamaProcessor(MediaProcessor):
     def _prompt_ids(
         self, text: str | None, token_ids: Sequence[int] | None, budget: TextBudget | None
     ) -> Sequence[int]:
-        """A text gets the tokenizer's beginning-of-text, behind the pictures it begins with, unless it has one."""
+        """Add the beginning-of-text token to a text without one, after the pictures it begins with."""
         if text is None or token_ids is not None:
             return super()._prompt_ids(text, token_ids, budget)
         ids = self.tokenizer.encode(text, budget=budget)
@@ -203,7 +203,7 @@ class MllamaProcessor(MediaProcessor):
             key=content_key(picture.digest, "tiles", fitted, settings),
             grid=(num_tiles, side, side),
             num_rows=num_tiles * side**2,
-            encoder_rows=settings.max_tiles * side**2,  # tiles of padding cost the encoder as much
+            encoder_rows=settings.max_tiles * side**2,  # padding tiles cost the encoder as much
             write=write,
             num_states=num_tiles * (side**2 + 1),
             tiling=fitted.tiling,
@@ -234,7 +234,7 @@ class MllamaProcessor(MediaProcessor):
         )
 
     def _canvas(self, pixels: Tensor, fitted: Fit) -> Tensor:
-        """The picture in the upper left corner of its tiles, 8-bit RGB."""
+        """Return the picture in the upper left corner of its tiles, 8-bit RGB."""
         rows, columns = fitted.tiling
         size = self.settings.tile_size
         canvas = torch.zeros((rows * size, columns * size, NUM_CHANNELS), dtype=torch.uint8)
@@ -243,7 +243,7 @@ class MllamaProcessor(MediaProcessor):
         return canvas
 
     def _write_patches(self, canvas: Tensor, rows: Tensor) -> None:
-        """Patches [N, 3 * P * P], tile by tile and row by row within: a tile is one merged patch."""
+        """Write patches [N, 3 * P * P], tile by tile and row by row within: a tile is one merged patch."""
         settings = self.settings
         image_ops.patches(
             canvas,

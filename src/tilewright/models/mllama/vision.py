@@ -1,10 +1,10 @@
 """The vision tower of Llama-3.2-Vision: the tiles of a picture in, encoder states that text attends to out.
 
-N: patches of all tiles, each tile's class token first. A picture always has the most tiles there may be, and each tile
-rows up to a multiple of 8; what is not of the picture is padding. Two rows of padding do not attend to each
-other, any other two do. So the picture's own rows come first and padding behind: those attend to all keys, padding to
-the first ones, and attention is two calls without a mask. Padding cannot be left out: the picture's rows attend to it.
-Some weights are put together from several tensors when they are loaded.
+N: patches of all tiles, each tile's class token first. A picture is padded to the largest number of tiles, and each
+tile to a multiple of 8 rows. Two rows of padding do not attend to each other, any other two do. So the picture's own
+rows come first and padding after them: the former attend to all keys, padding to the former, and attention is two calls
+without a mask. Padding cannot be left out: the picture's rows attend to it. Some weights are combined from several
+tensors when they are loaded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tilewright.weights.spec import Reader, Shard, Weight, WeightSource, along
 
 
 class PatchProjection(Weight[PackedWeight]):
-    """A Conv2d [D, C, P, P] without a bias, whose stride is its kernel, as a packed linear; of it the rows `shard`."""
+    """A Conv2d [D, C, P, P] without bias, whose stride is its kernel, as a packed linear; its rows `shard`."""
 
     def __init__(self, name: str, shape: tuple[int, int, int, int], shard: Shard) -> None:
         super().__init__([WeightSource(f"{name}.weight", shape, (shard,))])
@@ -47,9 +47,9 @@ class PatchProjection(Weight[PackedWeight]):
 class PositionTables(Weight[Tensor]):
     """All that is added to the patches before the first layer, for each arrangement of tiles: [A, tiles, P, D].
 
-    The embeddings of the class, of the place within a tile, of the tile, and of the place in the arrangement are one
-    sum, made in fp32 and rounded once. Row 0 of a tile is its class token, which the tile's own embedding leaves out.
-    It takes no more memory than the largest of its parts. Of D this rank has `shard`.
+    The embeddings of the class, of the position within a tile, of the tile, and of the position in the arrangement are
+    one sum, computed in fp32 and rounded once. Row 0 of a tile is its class token, without the tile's own embedding. It
+    takes no more memory than its largest part. This rank has `shard` of D.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class TileTable(Weight[Tensor]):
 
 
 class MapProjectorWeight(LinearWeight):
-    """A linear over feature maps side by side: the last one, then `num_inner` inner ones.
+    """A linear over concatenated feature maps: the last one, then `num_inner` inner ones.
 
-    The checkpoint's columns of the inner maps go by element, all maps of the first element first; ours go map by map.
+    The checkpoint orders the inner maps' columns by element, all maps of the first element first; we order them by map.
     """
 
     def __init__(self, name: str, rows: int, width: int, num_inner: int, *, bias: bool, shard: Shard) -> None:
@@ -111,7 +111,7 @@ class MapProjectorWeight(LinearWeight):
         self.width, self.num_inner = width, num_inner
 
     def keep_quants(self, formats: Sequence[tuple[str, int] | None]) -> None:
-        """None are kept: columns that share a scale do not stay together."""
+        """Ignore the quants: columns that share a scale do not stay together."""
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         weight, *biases = readers
@@ -139,8 +139,8 @@ class _ByMap:
         return torch.cat([weight[:, : self.width], inner], dim=1)
 
 
-OUTER_EPS = 1e-5  # of the norms before and after the layers; the config's norm_eps is for those within
-ROW_MULTIPLE = 8  # a tile is padded to so many rows
+OUTER_EPS = 1e-5  # of the norms before and after the layers; the config's norm_eps is for those inside
+ROW_MULTIPLE = 8  # a tile is padded to a multiple of this
 
 
 @dataclass(frozen=True)
@@ -193,24 +193,24 @@ class MllamaVisionConfig:
 
     @property
     def attention_width(self) -> int:
-        """Of what the heads attend to, side by side."""
+        """Width of the concatenated heads."""
         return self.num_heads * self.head_width
 
     @property
     def rows_per_tile(self) -> int:
-        """Patches, and the class token before them."""
+        """Patches of a tile, and its class token."""
         return (self.tile_size // self.patch_size) ** 2 + 1
 
 
 def arrangements(max_tiles: int) -> list[tuple[int, int]]:
-    """Every (rows, columns) of tiles a picture may be cut into. Its place in the list, from 1 on, is its id."""
+    """Return every (rows, columns) of tiles for a picture. The id of one is its index in the list, plus 1."""
     sides = range(1, max_tiles + 1)
     return [(rows, columns) for rows in sides for columns in sides if rows * columns <= max_tiles]
 
 
 @dataclass(frozen=True)
 class TileRows:
-    """Where the rows of each tile lie: `num_tiles` tiles of the picture, their padding, then tiles of padding."""
+    """Rows of each tile: `num_tiles` tiles of the picture, their padding, then tiles of padding."""
 
     num_tiles: int
     max_tiles: int
@@ -222,7 +222,7 @@ class TileRows:
 
     @property
     def num_padding(self) -> int:
-        """Rows that fill up one tile."""
+        """Padding rows of one tile."""
         return -self.per_tile % ROW_MULTIPLE
 
     @property
@@ -230,14 +230,14 @@ class TileRows:
         return self.max_tiles * (self.per_tile + self.num_padding)
 
     def filled(self, tile: int) -> slice:
-        """Rows that have a class token and patches, if only of padding."""
+        """Return the rows of a tile's class token and patches, which may be padding."""
         if tile < self.num_tiles:
             return slice(tile * self.per_tile, (tile + 1) * self.per_tile)
         begin = tile * (self.per_tile + self.num_padding)
         return slice(begin, begin + self.per_tile)
 
     def filling(self, tile: int) -> slice:
-        """Rows that fill the tile up."""
+        """Return the padding rows of a tile."""
         begin = self.num_real + tile * self.num_padding if tile < self.num_tiles else self.filled(tile).stop
         return slice(begin, begin + self.num_padding)
 
@@ -267,7 +267,7 @@ class VisionLayer:
         )
 
     def __call__(self, x_ND: Tensor, num_real: int, num_wanted: int) -> None:
-        """Updates the first `num_wanted` rows, which are all or those of the picture."""
+        """Update the first `num_wanted` rows, which are all or those of the picture."""
         heads = self.num_heads
         qkv = self.qkv(self.norm1(x_ND)).view(len(x_ND), 3 * heads, self.config.head_width)
         q, k, v = qkv.split(heads, dim=1)
@@ -285,14 +285,14 @@ def _norm(name: str, width: int, eps: float, biases: frozenset[str]) -> LayerNor
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """Every query attends to every key."""
+    """Compute attention of every query to every key."""
     if len(q):
         starts = [starts_of([len(tensor)]) for tensor in (q, k)]
         varlen_attention(q, k, v, *starts, out=out)
 
 
 class MllamaVisionTower:
-    """`biases` are those the checkpoint has; layers stored without one have none."""
+    """The vision tower; layers have a bias if it is among the checkpoint's `biases`."""
 
     def __init__(
         self, name: str, projector_name: str, config: MllamaVisionConfig, output_width: int, biases: frozenset[str]
@@ -326,9 +326,9 @@ class MllamaVisionTower:
         self.projector = GatheredLinear(projector, output_width, rows)
 
     def __call__(self, batch: MediaBatch) -> list[Tensor]:
-        """The states [its tiles * rows of a tile, output width] of each picture.
+        """Return the states [tiles * rows per tile, output width] of each picture.
 
-        One after the other: a picture with its padding is 6,432 rows, from which on more gain nothing.
+        One by one: a picture with its padding is 6,432 rows, more at once gain nothing.
         """
         return [self._encode(item, batch.rows([item])) for item in batch.items]
 
@@ -351,18 +351,18 @@ class MllamaVisionTower:
             self._norm_between(x_ND, rows, arrangement)
             for i, layer in enumerate(self.global_layers):
                 with scope():
-                    is_last = i == len(self.global_layers) - 1  # of which nobody reads the padding
+                    is_last = i == len(self.global_layers) - 1  # the last layer's padding is not read
                     layer(x_ND, rows.num_real, rows.num_real if is_last else rows.total)
             last_map.copy_(x_ND[: rows.num_real])
             self.projector(maps, out=states)
         return states
 
     def _embed(self, patches: Tensor, rows: TileRows, arrangement: int) -> Tensor:
-        """Patches with their positions, normed [N, D]; tiles of padding are black, rows that fill a tile up zero."""
+        """Return patches with their positions, normed [N, D]; padding tiles are black, padding rows of a tile zero."""
         positions = self._positions_of(arrangement)
         x_ND = empty((rows.total, self.config.width), positions.dtype)
         with scope():
-            # Of all tiles in one product; class tokens lie between them in x.
+            # One product for all tiles; in x class tokens lie between them.
             embedded = empty((rows.num_tiles, rows.per_tile - 1, self.config.width), positions.dtype)
             embedded[:] = positions[: rows.num_tiles, 1:]
             flat = embedded.view(-1, self.config.width)
@@ -375,14 +375,14 @@ class MllamaVisionTower:
         return x_ND
 
     def _positions_of(self, arrangement: int) -> Tensor:
-        """[tiles, P, D], of which each rank keeps some columns."""
+        """Return the position table [tiles, P, D] of an arrangement, gathered from the ranks' columns."""
         own = self.positions.value[arrangement]
         if self._group.size == 1:
             return own
         return self._group.all_gather(own, dim=-1, out=empty((*own.shape[:2], self.config.width), own.dtype))
 
     def _norm_between(self, x_ND: Tensor, rows: TileRows, arrangement: int) -> None:
-        """Norms x in place and adds the embedding of its tile to every row: one more term of the norm's bias."""
+        """Norm x in place and add the embedding of its tile to every row, as part of the norm's bias."""
         norm = self.norm_between
         for tile, part in self._parts(x_ND, rows):
             bias = self.tile_table.value[arrangement, tile]

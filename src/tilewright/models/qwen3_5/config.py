@@ -1,4 +1,4 @@
-"""What a Qwen3.5 or Qwen3-Next config says of the text model: which layers are recurrent, gates, norms, experts."""
+"""Reads the text config of Qwen3.5 or Qwen3-Next: which layers are recurrent, gates, norms, experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilewright.weights.linear import ExpertFormat
 Shapes = Mapping[str, tuple[int, ...]]
 
 DELTA, ATTENTION = "linear_attention", "full_attention"
-# What the released checkpoints have, and newer tools take for granted where a file leaves it out.
+# Values of the released checkpoints, and the defaults of newer tools.
 _ROPE = {"partial_rotary_factor": 0.25}
 _MROPE = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
 _FULL_ATTENTION_INTERVAL = 4
@@ -25,10 +25,10 @@ _HEAD_WIDTH = 256
 
 
 def text_config(config: Config, shapes: Shapes, *, tied: bool, interleaved: bool, num_axes: int) -> DecoderConfig:
-    """The decoder of a text config.
+    """Return the decoder of a text config.
 
     `interleaved`: Qwen3-Next's order of the recurrent layers' projections. With one axis of positions the sections of
-    M-RoPE are left out: text is at the same place on all three.
+    M-RoPE are dropped: text has the same position on all three.
     """
     moe = None
     if "num_experts" in config:
@@ -52,9 +52,9 @@ def text_config(config: Config, shapes: Shapes, *, tied: bool, interleaved: bool
 
 
 def mtp_layer(config: Config, decoder: DecoderConfig, shapes: Shapes) -> LayerSpec | None:
-    """The one layer of the multi-token predictor; None where the checkpoint has none.
+    """Return the spec of the multi-token predictor's one layer; None if the checkpoint has none.
 
-    It is an attention layer as the decoder's, with experts if any layer has them.
+    It is an attention layer like the decoder's, with experts if any layer has them.
     """
     num_layers = integer(config, "mtp_num_hidden_layers", 1)
     if num_layers == 0 or not any(name.startswith("mtp.") for name in shapes):
@@ -71,7 +71,7 @@ def mtp_layer(config: Config, decoder: DecoderConfig, shapes: Shapes) -> LayerSp
 
 
 def expert_format(shapes: Shapes, *, predictor: bool) -> ExpertFormat:
-    """How the experts of the decoder or of its predictor are kept: released ones stacked, those of some tools apart."""
+    """Return how the experts of the decoder or of its predictor are stored: stacked as released, or separately."""
     names = [name for name in shapes if name.startswith("mtp.") == predictor]
     return ExpertFormat.separate if has_separate_experts(names) else ExpertFormat.stacked
 
@@ -101,7 +101,7 @@ def _delta_config(config: Config, eps: float, interleaved: bool) -> GatedDeltaCo
 
 
 def _kinds(config: Config) -> list[str]:
-    """The kind of each layer: as listed, or all but every fourth recurrent."""
+    """Return the kind of each layer: as listed, or every fourth attention, the others recurrent."""
     num_layers = integer(config, "num_hidden_layers")
     kinds = config.get("layer_types")
     if kinds is None:

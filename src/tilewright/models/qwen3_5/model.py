@@ -4,10 +4,9 @@ Its multi-token predictor drafts the token after the next:
 
     drafted_RD = mtp(decoder, next_token_ids_T, hidden_TD, batch)   # then decoder.logits(drafted_RD)
 
-Row t has the model's hidden state of the token at t (what its head reads: after the final norm) and the id of the token
-that follows it, at the place and position of the token at t. What comes out is again what the head reads: its logits
-are of the second token after t, and it is the hidden state from which a further token is drafted. Rows attend to each
-other in a cache of keys and values of the predictor's own, the last of the batch's.
+Row t has the model's hidden state of token t (the head's input: after the final norm) and the id of the token after it,
+at the slot and position of token t. The result is again a head's input: its logits are of the second token after t, and
+a further token is drafted from it. Rows attend to each other in the predictor's own KV cache, the last of the batch's.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ PREFIX = "mtp"
 class MultiTokenPredictor:
     """One attention layer over [norm(embedding of the next token) | norm(hidden state)], projected to the width.
 
-    Embedding, head and rope are the decoder's. `kv_layer` is which of the batch's caches is its own.
+    Embedding, head and rope are the decoder's. `kv_layer` is the index of its cache.
     """
 
     def __init__(self, spec: LayerSpec, kv_layer: int) -> None:
@@ -59,10 +58,10 @@ class MultiTokenPredictor:
         batch: Batch,
         next_media: Sequence[MediaRun] = (),
     ) -> Tensor:
-        """What the head reads for the second token after each logit row of the batch [R, D]; all leave keys and values.
+        """Return the head's inputs for the second token after each logit row [R, D]; all rows store keys and values.
 
-        `batch` says where the rows stand; its ids and media are not read. `next_media` are the runs of rows whose
-        next token is a medium's.
+        `batch` has the rows' places; its ids and media are not read. `next_media` are the runs of rows whose next token
+        is a medium's.
         """
         width, rows = self.attention.width, batch.logit_rows
         out = empty((len(hidden_TD if rows is None else rows), width), hidden_TD.dtype)
@@ -90,7 +89,7 @@ NO_PREDICTOR = "the model was built without a multi-token predictor"
 
 
 class Qwen35(DecoderModel):
-    """The text model, the vision tower where there is one, and the predictor where the checkpoint has one."""
+    """The text model, with a vision tower or a predictor if the checkpoint has one."""
 
     cross_spec = None
 
@@ -106,7 +105,7 @@ class Qwen35(DecoderModel):
 
     @property
     def kv_spec(self) -> KvSpec:
-        """The predictor's layer is the last."""
+        """Layers of the decoder, then the predictor's."""
         return KvSpec(self.decoder.kv_layers + (() if self.mtp is None else kv_layers_of([self.mtp.layer])))
 
     @property
@@ -118,7 +117,7 @@ class Qwen35(DecoderModel):
         return self.mtp.cost()
 
     def checkpoint_name(self, name: str) -> str | None:
-        """As the checkpoint has it, except tensors of parts that are not built: the predictor, or the vision tower.
+        """Return the name, or None for tensors of parts that are not built: the predictor, or the vision tower.
 
         A text model may be stored under the names it has inside a vision-language model.
         """
@@ -135,7 +134,7 @@ class Qwen35(DecoderModel):
         return self.decoder(batch)
 
     def forward_with_hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The logits `forward` gives, and what the predictor reads: the hidden states of all tokens [T, D]."""
+        """Return the logits of `forward`, and the hidden states of all tokens [T, D] for the predictor."""
         hidden_TD = self.decoder.hidden(batch)
         rows = batch.logit_rows
         return self.decoder.logits(hidden_TD if rows is None else embedding(rows, hidden_TD)), hidden_TD
@@ -143,9 +142,9 @@ class Qwen35(DecoderModel):
     def draft(
         self, next_token_ids_T: Tensor, hidden_TD: Tensor, batch: Batch, next_media: Sequence[MediaRun] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Logits [R, V] of the second token after each of the batch's logit rows, and the predictor's states [R, D].
+        """Return logits [R, V] of the second token after each logit row of the batch, and their hidden states [R, D].
 
-        From those a further token can be drafted (models/qwen3_5/model.py).
+        A further token can be drafted from the latter.
         """
         assert self.mtp is not None, NO_PREDICTOR
         drafted_RD = self.mtp(self.decoder, next_token_ids_T, hidden_TD, batch, next_media)
@@ -161,11 +160,11 @@ class Qwen35(DecoderModel):
 
 
 def _state_spec(text: DecoderConfig) -> StateSpec | None:
-    """Of this rank's heads."""
+    """Return the state of this rank's heads."""
     configs = [spec.attention for spec in text.layers if isinstance(spec.attention, GatedDeltaConfig)]
     if not configs:
         return None
-    delta = own_config(configs[0])  # they are alike
+    delta = own_config(configs[0])  # all are equal
     return StateSpec(
         len(configs),
         (delta.num_taps - 1, delta.num_channels),
