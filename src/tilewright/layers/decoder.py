@@ -171,12 +171,12 @@ class Decoder:
 
     @property
     def kv_layers(self) -> tuple[KvLayer, ...]:
-        """What each self-attention layer stores per token, in the order of the caches."""
+        """Keys and values that each self-attention layer stores per token, in the order of the caches."""
         return kv_layers_of(self.layers)
 
     @property
     def cross_layers(self) -> tuple[KvLayer, ...]:
-        """What each cross-attention layer stores per encoder state."""
+        """Keys and values that each cross-attention layer stores per encoder state."""
         return tuple(layer.attention.kv for layer in self.layers if isinstance(layer, CrossLayer))
 
     def store_states(self, states_ND: Tensor, slots_N: Tensor, kv_caches: Sequence[KvCache]) -> None:

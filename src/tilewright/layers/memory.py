@@ -59,13 +59,12 @@ class FeatureMemory:
 
 
 class StepCache:
-    """What the blocks of one run added at the last full step."""
+    """Additions of one run's blocks to the hidden state at the last full step."""
 
     def __init__(self, threshold: float) -> None:
-        """Reuse results while the mean change of the first block's addition, relative to its size, is below
-        `threshold`.
+        """Set the `threshold` below which results are reused; 0 reuses nothing.
 
-        A `threshold` of 0 reuses nothing.
+        It bounds the mean change of what the first block adds, relative to its mean size.
         """
         self.threshold = threshold
         self.num_computed = self.num_reused = 0

@@ -81,7 +81,7 @@ class AutoencoderConfig:
 
     @property
     def num_halvings(self) -> int:
-        """How often rows and columns are halved, from the picture to the latents."""
+        """Number of times that rows and columns are halved, from the picture to the latents."""
         return len(self.encoder_widths) - 1
 
 

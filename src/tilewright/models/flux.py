@@ -303,7 +303,7 @@ def join(
 
 
 def project_out(x_BND: Tensor, modulation: Tensor, eps: float, output: GatheredLinear) -> Tensor:
-    """Return output(norm(x)) [B, N, channels], fp32, the norm scaled and shifted by the modulation's halves [B, 2 D]."""
+    """Return output(norm(x)) [B, N, channels], fp32; halves of the modulation [B, 2 D] scale and shift the norm."""
     scale, shift = modulation.chunk(2, dim=1)
     result = torch.empty((*x_BND.shape[:2], output.width), dtype=torch.float32, device=x_BND.device)
     for b, rows in enumerate(x_BND):

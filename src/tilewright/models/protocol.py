@@ -169,7 +169,7 @@ class Model(Protocol):
 
     @property
     def kv_spec(self) -> KvSpec:
-        """What its self-attention layers store."""
+        """Keys and values that its self-attention layers store."""
 
     @property
     def num_embeddings(self) -> int:
@@ -177,15 +177,15 @@ class Model(Protocol):
 
     @property
     def cross_spec(self) -> CrossSpec | None:
-        """What its cross-attention layers store; None if features replace tokens."""
+        """Keys and values that its cross-attention layers store; None if features replace tokens."""
 
     @property
     def state_spec(self) -> StateSpec | None:
-        """What its recurrent layers store per sequence; None without any."""
+        """State of a sequence in its recurrent layers; None without any."""
 
     @property
     def predictor(self) -> Predictor | None:
-        """Its multi-token predictor; None if the checkpoint has none, or it was not loaded."""
+        """The multi-token predictor; None if the checkpoint has none, or it was not loaded."""
 
     def cost(self) -> DecoderCost:
         """Return the cost of a token in the text model, without a vision tower."""

@@ -1,7 +1,7 @@
-"""What the engine asks of the networks that speak a model's answers. A family has them by `Family.build_speech`.
+"""The engine's interface to the networks that speak a model's answers, built by `Family.build_speech`.
 
-A talker reads rows, each the sum of a text row and a codec row, and gives the first code of a frame of sound; a code
-predictor gives the frame's other codes; a wave decoder makes samples of frames.
+A talker reads rows, each the sum of a text row and a codec row, and predicts the first code of a frame of sound; a code
+predictor predicts the frame's other codes; a wave decoder turns frames into samples.
 
 Legend of shape suffixes: T packed rows, D the talker's width, B voices, Q codes of a frame, V the codec's vocabulary.
 """
@@ -19,21 +19,21 @@ from tilewright.layers.batch import Batch
 from tilewright.models.protocol import KvSpec
 from tilewright.types import ModelInputs, RequestError
 
-# Codes from fp32 logits [B, V] of the code at this place of the frame, 1 to Q - 1.
+# Draws codes from fp32 logits [B, V] of the code at this place of the frame, 1 to Q - 1.
 Choose = Callable[[Tensor, int], Tensor]
-# Rows of the text model's table of ids.
+# Looks ids up in the text model's embedding table.
 Embed = Callable[[Tensor], Tensor]
-# As `CodePredicting.predict`.
+# Like `CodePredicting.predict`.
 Predict = Callable[[Tensor, Choose], tuple[list[Tensor], list[Tensor]]]
 
-# Applications written for OpenAI's models name these. Their order decides which voice a name means, so append only.
+# Applications written for OpenAI's models use these. Their order decides which voice a name means, so only append.
 OPENAI_VOICES = (
     "alloy", "ash", "ballad", "coral", "echo", "fable", "nova", "onyx", "sage", "shimmer", "verse", "marin", "cedar",
 )  # fmt: skip
 
 
 def voice_aliases(voices: Sequence[str]) -> Mapping[str, str]:
-    """OpenAI's names that no voice of the model has, each with the voice it means: the model's, in turn."""
+    """Return OpenAI's voice names that the model has not, each with a voice of the model, in turn."""
     if not voices:
         return {}
     own = {voice.lower() for voice in voices}
@@ -41,7 +41,7 @@ def voice_aliases(voices: Sequence[str]) -> Mapping[str, str]:
 
 
 def find_voice(name: str, voices: Sequence[str]) -> str:
-    """The model's voice that a request names; RequestError with the list where there is no such voice."""
+    """Return the model's voice that a request names; RequestError with the list if there is none."""
     aliases = voice_aliases(voices)
     found = {**aliases, **{voice.lower(): voice for voice in voices}}.get(name.lower())
     if found is None:
@@ -52,23 +52,23 @@ def find_voice(name: str, voices: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class TalkerPrompt:
-    """The rows before the answer's first token, and where they stand; the row of that token is the prompt's last."""
+    """Rows before the answer's first token, with their positions; the row of that token is the prompt's last."""
 
     text_ids: tuple[int, ...]  # of the text model's vocabulary; a medium's rows have its placeholder
-    codec_ids: tuple[int, ...]  # of the talker's: of the last rows, the one of the answer's first token included
-    positions: np.ndarray  # int64 [A, rows], that of the answer's first token included; later ones follow
-    media_rows: tuple[int, ...]  # which rows are hidden states of the text model,
-    thinker_rows: tuple[int, ...]  # and of which tokens of its prompt
-    written_ids: tuple[int, ...] = ()  # what the prompt has of the answer itself
+    codec_ids: tuple[int, ...]  # of the talker's vocabulary, for the last rows, up to that of the answer's first token
+    positions: np.ndarray  # int64 [A, rows], up to the row of the answer's first token
+    media_rows: tuple[int, ...]  # rows that are hidden states of the text model
+    thinker_rows: tuple[int, ...]  # tokens of its prompt that these are of
+    written_ids: tuple[int, ...] = ()  # the part of the answer that the prompt has
 
     @property
     def num_rows(self) -> int:
-        """With the row of the answer's first token."""
+        """Number of rows, including that of the answer's first token."""
         return len(self.text_ids) + 1
 
     @property
     def num_plain_rows(self) -> int:
-        """Those without a codec token."""
+        """Number of rows without a codec token."""
         return self.num_rows - len(self.codec_ids)
 
     def codec_id(self, row: int) -> int | None:
@@ -76,27 +76,27 @@ class TalkerPrompt:
 
     @property
     def next_position(self) -> int:
-        """Of the row after the prompt, on every axis."""
+        """Position of the row after the prompt, on every axis."""
         return int(self.positions[:, -1].max()) + 1
 
 
 class CodePredicting(Protocol):
-    """Gives the codes of a frame after the first."""
+    """Predicts the codes of a frame after the first."""
 
     @property
     def num_codes(self) -> int:
-        """Of a frame, the first included."""
+        """Codes of a frame, including the first."""
 
     def predict(self, x_TD: Tensor, choose: Choose) -> tuple[list[Tensor], list[Tensor]]:
-        """The codes 1 to Q - 1 of one frame of each voice, each int64 [B], and their embeddings, each [B, D].
+        """Return codes 1 to Q - 1 of one frame of each voice, each int64 [B], and their embeddings, each [B, D].
 
-        Two rows of x are a voice's: the talker's hidden state and its embedding of the first code. Kernel calls alone,
-        if `choose` is one.
+        Each voice has two rows of x: the talker's hidden state and its embedding of the first code. Everything is a
+        kernel call, if `choose` is one.
         """
 
 
 class Talking(Protocol):
-    """Gives the first code of each frame."""
+    """Predicts the first code of each frame."""
 
     @property
     def kv_spec(self) -> KvSpec: ...
@@ -112,56 +112,56 @@ class Talking(Protocol):
 
     @property
     def end_id(self) -> int:
-        """The code after which nothing is said."""
+        """The code that ends the speech."""
 
     @property
     def never_said(self) -> Collection[int]:
-        """Codes that are no sound, nor the end."""
+        """Codes that are neither sound nor the end."""
 
     @property
     def code_predictor(self) -> CodePredicting: ...
 
     @property
     def text_projection(self) -> Callable[[Tensor], Tensor]:
-        """Rows of the text model's table as text rows."""
+        """Projects rows of the text model's table to text rows."""
 
     @property
     def hidden_projection(self) -> Callable[[Tensor], Tensor]:
-        """The text model's hidden states of media as text rows."""
+        """Projects the text model's hidden states of media to text rows."""
 
     @property
     def codec_embedding(self) -> Callable[[Tensor], Tensor]: ...
 
     def hidden(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        """What the head reads of the rows that the batch asks for [R, D]; x is overwritten."""
+        """Return the head's inputs for the rows that the batch asks for [R, D]; x is overwritten."""
 
     def logits(self, h_TD: Tensor) -> Tensor:
-        """fp32 [T, V] of what `hidden` gives."""
+        """Return fp32 logits [T, V] of the output of `hidden`."""
 
     def step(self, embed: Embed, text_ids_T: Tensor, codec_TD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Hidden states and logits from the ids of text rows and from codec rows; kernel calls alone."""
+        """Return hidden states and logits from the ids of text rows and from codec rows, by kernel calls only."""
 
     def complete_frames(
         self, hidden_BD: Tensor, first_codes_B: Tensor, choose: Choose, predict: Predict | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Frames of codes int64 [B, Q], and the codec rows [B, D] that they are for the step after."""
+        """Return frames of codes int64 [B, Q], and their codec rows [B, D] for the next step."""
 
 
 class WaveDecoder(Protocol):
-    """Makes samples of frames, which may come in pieces."""
+    """Turns frames, which may come in pieces, into samples."""
 
     def begin(self) -> Any:
-        """What one voice carries from piece to piece."""
+        """Return the state of a new voice."""
 
     def decode(self, codes: Sequence[Tensor], streams: Sequence[Any]) -> list[Tensor]:
-        """The next samples of each stream, fp32 [n], from its next frames int64 [T, Q].
+        """Return the next samples of each stream, fp32 [n], from its next frames int64 [T, Q].
 
-        Where it raises, all streams are as they were.
+        If it raises, all streams are unchanged.
         """
 
 
 class Speaker(Protocol):
-    """The networks, and what they need of a prompt."""
+    """The networks that speak, and what they need of a prompt."""
 
     @property
     def samples_per_second(self) -> int: ...
@@ -174,25 +174,25 @@ class Speaker(Protocol):
 
     @property
     def voices(self) -> tuple[str, ...]:
-        """Their names, the default first."""
+        """Names of the voices, the default first."""
 
     @property
     def accept_layer(self) -> int:
-        """After so many layers of the text model are the hidden states of media that the talker reads."""
+        """Number of the text model's layers after which the talker reads the hidden states of media."""
 
     @property
     def text_end_id(self) -> int:
-        """Of the text model's vocabulary: the talker reads it after the answer's last token,"""
+        """Token of the text model that the talker reads once after the answer's last token."""
 
     @property
     def text_padding_id(self) -> int:
-        """and this from then on."""
+        """Token of the text model that the talker reads after that."""
 
     def embed_of(self, model: Any) -> Embed:
-        """Rows of the table of ids: the model's own, unless the networks have one because it is split."""
+        """Return the embedding table: the model's own, or the networks' copy if that is split."""
 
     def checkpoint_name(self, name: str) -> str | None:
-        """The name of a tensor that speaks; None for another."""
+        """Return the name of a tensor of the networks; None for another."""
 
     def prompt(self, inputs: ModelInputs, voice: str) -> TalkerPrompt:
-        """What the talker reads before an answer that is spoken by `voice`, one of `voices`."""
+        """Return the talker's rows before an answer that is spoken by `voice`, one of `voices`."""

@@ -74,12 +74,12 @@ class WanConfig:
 
     @property
     def patch_width(self) -> int:
-        """Values that the transformer gives for each patch."""
+        """Values that the transformer returns per patch."""
         return self.out_channels * math.prod(self.patch_size)
 
     @property
     def rope_widths(self) -> tuple[int, int, int]:
-        """How much of a head follows the frame, the row and the column."""
+        """Elements of a head rotated by the frame, the row and the column."""
         spatial = 2 * (self.head_width // 6)
         return self.head_width - 2 * spatial, spatial, spatial
 
@@ -109,29 +109,29 @@ ROPE_THETA = 10000.0
 
 @dataclass(frozen=True)
 class WanText:
-    """Texts as the layers attend to them: the same at all steps. As many videos in a row share each of them."""
+    """Texts as inputs of the layers, the same at all steps. Consecutive videos share a text, equally many each."""
 
     lengths: list[int]
     keys_values: list[Tensor]  # of each layer [sum of lengths, 2 x this rank's heads, K]
 
     def first(self) -> WanText:
-        """The first text alone."""
+        """Return the first text alone."""
         return WanText(self.lengths[:1], [rows[: self.lengths[0]] for rows in self.keys_values])
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the patches of a batch are, and what they attend to."""
+    """Rope and sequence bounds of a batch's patches, and the texts they attend to."""
 
-    starts: Tensor  # int32 [B + 1], of the videos
+    starts: Tensor  # int32 [B + 1], bounds of the videos
     cos: Tensor  # fp32 [B * N, K / 2]
     sin: Tensor
-    readers: Tensor  # int32 [texts + 1], where the patches begin that read each text
-    texts: Tensor  # int32 [texts + 1], where it begins
+    readers: Tensor  # int32 [texts + 1], bounds of the patches that read each text
+    texts: Tensor  # int32 [texts + 1], bounds of the texts
 
 
 class SelfAttention:
-    """Attention of a video's patches to one another. q and k are normed over all heads together, before rope."""
+    """Attention among a video's patches. q and k are normed over all heads together, before rope."""
 
     def __init__(self, name: str, config: WanConfig) -> None:
         width = config.width
@@ -168,7 +168,7 @@ class TextAttention:
         self.output = Linear([(f"{name}.to_out.0", width)], width, column_shard=rows, bias=True)
 
     def keys_values(self, text_SD: Tensor) -> Tensor:
-        """[S, 2 x heads, K] of the rows of all texts, in memory of their own: they outlive a step."""
+        """Return keys and values [S, 2 x heads, K] of all texts' rows, in their own memory: they outlive a step."""
         kv = self.kv(text_SD, out=text_SD.new_empty(len(text_SD), self.kv.packed.n))
         self.norm_k.normed_in_place(kv[:, : kv.shape[1] // 2])
         return kv.unflatten(1, (2 * self.num_heads, -1))
@@ -182,7 +182,7 @@ class TextAttention:
 
 
 class WanBlock:
-    """Self-attention, attention to the text, MLP; timesteps scale, shift and gate the first and the last."""
+    """Self-attention, cross-attention to the text, MLP; timesteps scale, shift and gate the first and the last."""
 
     def __init__(self, name: str, config: WanConfig) -> None:
         self.config = config
@@ -197,7 +197,7 @@ class WanBlock:
         self.modulation = Unpacked(f"{name}.scale_shift_table", 1, 6, width, in_fp32=True)
 
     def __call__(self, x_BND: Tensor, steps: Tensor, kv: Tensor, places: _Places) -> None:
-        """`steps` is what the timesteps give: fp32 [B, 6, D], or [B, F, 6, D] where each frame has its own."""
+        """Update x; `steps` is the modulation: fp32 [B, 6, D], or [B, F, 6, D] if each frame has its own timestep."""
         eps, x_TD = self.config.eps, x_BND.flatten(0, 1)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _each(self.modulation.value + steps)
         normed = ada_layer_norm(x_BND, scale, shift, eps)
@@ -211,7 +211,7 @@ class WanBlock:
 
 
 def _each(modulation: Tensor) -> Sequence[Tensor]:
-    """Its rows as the ops take them: [B, D] of [B, n, D], and [B, F, 1, D] of [B, F, n, D]."""
+    """Return the modulation's parts in the ops' shape: [B, D] of [B, n, D], and [B, F, 1, D] of [B, F, n, D]."""
     return modulation.unbind(1) if modulation.dim() == 3 else modulation.split(1, dim=2)
 
 
@@ -235,7 +235,7 @@ class WanTransformer:
 
     @staticmethod
     def checkpoint_name(name: str) -> str | None:
-        """Some checkpoints have a norm that no version of the model reads."""
+        """Return the name; None for a norm in some checkpoints that no version of the model reads."""
         return None if "norm_added_q" in name else name
 
     @property
@@ -243,7 +243,7 @@ class WanTransformer:
         return self.patch_embedding.dtype
 
     def embed_text(self, texts: Sequence[Tensor]) -> WanText:
-        """Of texts [M, text width]: keys and values of all layers, once for all steps."""
+        """Return keys and values of all layers for texts [M, text width], once for all steps."""
         rows = torch.cat([text.to(backend.device(), self.dtype) for text in texts])
         embedded = self.text_out(self.text_in(rows, activation="gelu_tanh"))
         return WanText(
@@ -252,9 +252,10 @@ class WanTransformer:
         )
 
     def __call__(self, latents: Tensor, timesteps: Tensor, text: WanText, cache: StepCache | None = None) -> Tensor:
-        """The velocity [B, F, H, W, C], fp32, of latents [B, F, H, W, C], at timesteps [B], or [B, F] of each frame.
+        """Return the velocity [B, F, H, W, C], fp32, of latents [B, F, H, W, C], at timesteps [B], or [B, F] by frame.
 
-        With fewer texts than videos, each is that of as many of them in a row. `cache` is what earlier steps left.
+        With fewer texts than videos, each text belongs to equally many consecutive videos. `cache` carries results
+        between steps.
         """
         grid = self._grid(latents, text)
         x_BND = self._embed_patches(latents, grid)
@@ -275,7 +276,7 @@ class WanTransformer:
         return self._unpatched(patches, len(latents), grid)
 
     def _grid(self, latents: Tensor, text: WanText) -> tuple[int, int, int]:
-        """Patches along each axis."""
+        """Return the number of patches along each axis."""
         batch, *sizes, channels = latents.shape
         config = self.config
         if channels != config.in_channels or batch % len(text.lengths):
@@ -294,7 +295,7 @@ class WanTransformer:
         return frames, rows, columns
 
     def _embed_patches(self, latents: Tensor, grid: tuple[int, int, int]) -> Tensor:
-        """[B, N, D] of patches, whose values the convolution reads channel by channel."""
+        """Return embedded patches [B, N, D]; the convolution reads a patch's values channel by channel."""
         patches = _split_axes(latents.to(self.dtype), grid, self.config.patch_size)
         patches = patches.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(4).flatten(0, 3)
         x_TD = empty((len(patches), self.config.width), self.dtype)
@@ -302,7 +303,7 @@ class WanTransformer:
         return x_TD.unflatten(0, (len(latents), -1))
 
     def _unpatched(self, patches: Tensor, batch: int, grid: tuple[int, int, int]) -> Tensor:
-        """[B, F, H, W, C] of what the last layer gives, whose values are channels last."""
+        """Return [B, F, H, W, C] from the last layer's patches, whose values are channels last."""
         frames, rows, columns = self.config.patch_size
         blocks = patches.view(batch, *grid, frames, rows, columns, self.config.out_channels)
         return blocks.permute(0, 1, 4, 2, 5, 3, 6, 7).flatten(5, 6).flatten(3, 4).flatten(1, 2)
@@ -323,7 +324,7 @@ class WanTransformer:
 
 
 def _split_axes(latents: Tensor, grid: Sequence[int], patch_size: Sequence[int]) -> Tensor:
-    """[B, F, pf, H, ph, W, pw, C]"""
+    """Split the axes of latents into patches: [B, F, pf, H, ph, W, pw, C]."""
     sizes = [size for pair in zip(grid, patch_size, strict=True) for size in pair]
     return latents.reshape(latents.shape[0], *sizes, latents.shape[-1])
 

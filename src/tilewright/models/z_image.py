@@ -1,8 +1,8 @@
-"""Z-Image: its config, checked, and its transformer: latents and captions in, the velocity out.
+"""Z-Image: its config and its transformer: latents and captions in, the velocity out.
 
-Picture and caption attend to each other as one. T: packed tokens of all pictures, each its picture's rows, then its
-caption's, both padded to a multiple of 32 by learned rows; N: the picture's patches. All pictures of a batch are at the
-same noise level, so that one modulation holds for every row.
+Picture and caption attend to each other as one sequence. T: packed tokens of all pictures, each its picture's rows,
+then its caption's, both padded to a multiple of 32 by learned rows; N: the picture's patches. All pictures of a batch
+are at the same noise level, so that one modulation holds for every row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tilewright.types import UnsupportedConfig
 from tilewright.weights.conv import Unpacked
 
 CLASS_NAME = "ZImageTransformer2DModel"
-CONDITION_WIDTH = 256  # of the timestep's embedding, or the model's width where that is less
+CONDITION_WIDTH = 256  # of the timestep's embedding, unless the model is narrower
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class ZImageConfig:
     eps: float
     qk_norm: bool
     rope_theta: float
-    rope_widths: tuple[int, int, int]  # elements of a head that follow the frame, the row and the column
-    rope_lengths: tuple[int, int, int]  # positions that each axis has
+    rope_widths: tuple[int, int, int]  # elements of a head rotated by the frame, the row and the column
+    rope_lengths: tuple[int, int, int]  # positions of each axis
     time_scale: float
 
     @classmethod
@@ -99,7 +99,7 @@ class ZImageConfig:
 
     @property
     def patch_width(self) -> int:
-        """Numbers in a patch of latents."""
+        """Values in a patch of latents."""
         return self.patch_size**2 * self.channels
 
 
@@ -113,13 +113,13 @@ def _triple(config: Mapping[str, Any], key: str, default: tuple[int, int, int]) 
 QK_EPS = 1e-5
 FINAL_EPS = 1e-6
 LENGTH_MULTIPLE = 32
-FREQUENCY_WIDTH, TIME_WIDTH = 256, 1024  # of the timestep's embedding: its waves, and between its two products
+FREQUENCY_WIDTH, TIME_WIDTH = 256, 1024  # of the timestep's embedding: its waves, and its inner width
 MAX_PERIOD = 10000.0
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Sequences that attend within themselves: where each begins, and the turn of each row."""
+    """Sequences that attend within themselves: their bounds, and the rope of each row."""
 
     starts: Tensor  # int32 [B + 1]
     cos: Tensor  # fp32 [T, K/2]
@@ -128,13 +128,13 @@ class PackedRows:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What stays the same over the steps of a run: refined captions, and where every row lies and points."""
+    """Constants of a run's steps: refined captions, and the bounds and rope of every row."""
 
     grid: tuple[int, int]  # rows and columns of patches
-    pictures: PackedRows  # of the pictures alone
-    joint: PackedRows  # of pictures with their captions
-    captions: tuple[Tensor, ...]  # of each picture, refined and padded [L_i, D]
-    picture_slices: tuple[slice, ...]  # of the joint rows: each picture's, with its padding
+    pictures: PackedRows  # only the pictures
+    joint: PackedRows  # pictures with their captions
+    captions: tuple[Tensor, ...]  # refined and padded, of each picture [L_i, D]
+    picture_slices: tuple[slice, ...]  # each picture's part of the joint rows, with its padding
 
     @property
     def num_patches(self) -> int:
@@ -144,7 +144,7 @@ class Prepared:
 class ZImageBlock:
     """x + gate * norm(attention(norm(x) * scale)), then the same with the gated MLP, updating x.
 
-    The context refiner's have neither scales nor gates.
+    Blocks of the context refiner have neither scales nor gates.
     """
 
     def __init__(self, name: str, config: ZImageConfig, *, is_modulated: bool) -> None:
@@ -167,7 +167,7 @@ class ZImageBlock:
         self.attended_norm = RmsNorm(f"{name}.attention_norm2", width, config.eps)
         self.mlp_norm = RmsNorm(f"{name}.ffn_norm1", width, config.eps)
         self.mlp_out_norm = RmsNorm(f"{name}.ffn_norm2", width, config.eps)
-        # Whole on every rank: it multiplies one row.
+        # Whole on every rank: it multiplies a single row.
         self.modulation = (
             Linear([(f"{name}.adaLN_modulation.0", 4 * width)], config.condition_width, bias=True)
             if is_modulated
@@ -175,7 +175,7 @@ class ZImageBlock:
         )
 
     def __call__(self, x_TD: Tensor, rows: PackedRows, condition: Tensor | None) -> None:
-        """`condition` [1, 256] is the timestep's embedding, None where the block has no modulation."""
+        """Update x; `condition` [1, 256] is the timestep's embedding, None if the block has no modulation."""
         x = x_TD[None]  # the modulated norms take [pictures, rows, D]
         scale1 = gate1 = scale2 = gate2 = None
         if self.modulation is not None and condition is not None:
@@ -206,7 +206,7 @@ class ZImageBlock:
 
 
 class TimeEmbedding:
-    """fp32 [1, 256] of a timestep: waves of it, then two products."""
+    """Embedding of a timestep, fp32 [1, 256]: waves of it, then two products."""
 
     def __init__(self, name: str, config: ZImageConfig) -> None:
         self.first = Linear([(f"{name}.mlp.0", TIME_WIDTH)], FREQUENCY_WIDTH, bias=True)
@@ -221,7 +221,7 @@ class TimeEmbedding:
 
 
 class FinalLayer:
-    """Patches of the velocity [M, patch width] of rows [M, D]."""
+    """Projection of rows [M, D] to patches of the velocity [M, patch width]."""
 
     def __init__(self, name: str, config: ZImageConfig) -> None:
         self.modulation = Linear([(f"{name}.adaLN_modulation.1", config.width)], config.condition_width, bias=True)
@@ -259,10 +259,10 @@ class ZImageTransformer:
         return name
 
     def prepare(self, captions: Sequence[Tensor], owners: Sequence[int], height: int, width: int) -> Prepared:
-        """What the steps of a run share, for latents of `height` x `width`.
+        """Return the constants of a run's steps, for latents of `height` x `width`.
 
-        `captions` [L, caption width] are refined once each, though several pictures may have one: `owners[i]` is which
-        one picture i has.
+        `captions` [L, caption width] are refined once each, though several pictures may share one: `owners[i]` is the
+        index of picture i's caption.
         """
         patch = self.config.patch_size
         grid = height // patch, width // patch
@@ -281,7 +281,7 @@ class ZImageTransformer:
         )
 
     def __call__(self, latents: Tensor, time: float, prepared: Prepared, cache: StepCache | None = None) -> Tensor:
-        """The velocity, in the model's type, of latents [B, 1, h, w, C] at `time`: 0 is noise, 1 the picture."""
+        """Return the velocity, in the model's type, of latents [B, 1, h, w, C] at `time`: 0 is noise, 1 the picture."""
         condition = self.time_embedding(time * self.config.time_scale)
         num_pictures, num_patches = len(latents), prepared.num_patches
         x_MD = self._embed_patches(latents, prepared)
@@ -307,7 +307,7 @@ class ZImageTransformer:
                 block(x_TD, rows, condition)
 
     def _embed_patches(self, latents: Tensor, prepared: Prepared) -> Tensor:
-        """Rows of all pictures, padded [B * (N + padding), D]."""
+        """Return rows of all pictures, padded [B * (N + padding), D]."""
         batch, channels = latents.shape[0], latents.shape[-1]
         patch, (rows, columns) = self.config.patch_size, prepared.grid
         patches = latents.to(self.dtype).view(batch, rows, patch, columns, patch, channels).transpose(2, 3)
@@ -322,7 +322,7 @@ class ZImageTransformer:
         return grid.transpose(2, 3).reshape(shape)
 
     def _refine(self, captions: Sequence[Tensor]) -> list[Tensor]:
-        """Each caption embedded, padded and refined [L_i + padding, D]."""
+        """Return each caption embedded, padded and refined [L_i + padding, D]."""
         embedded = self.caption_embedding(self.caption_norm(torch.cat([text.to(self.dtype) for text in captions])))
         padding = self.caption_padding.value
         padded = [
@@ -338,7 +338,7 @@ class ZImageTransformer:
         return list(x_TD.split(lengths))
 
     def _rows(self, lengths: Sequence[int], places: Sequence[Tensor]) -> PackedRows:
-        """Angles are fp64 products: fp32 ones lose digits of the position."""
+        """Return bounds and rope of rows. Angles are fp64 products: fp32 ones lose digits of the position."""
         config = self.config
         angles = torch.cat(
             [
@@ -354,14 +354,14 @@ class ZImageTransformer:
 
 
 def _caption_places(length: int) -> Tensor:
-    """[L, 3] of a padded caption: it goes along the first axis, from 1 on."""
+    """Return positions [L, 3] of a padded caption, which runs along the first axis from 1 on."""
     places = torch.zeros(length, 3, dtype=torch.int64)
     places[:, 0] = torch.arange(1, length + 1)
     return places
 
 
 def _picture_places(grid: tuple[int, int], caption_length: int) -> Tensor:
-    """[N + padding, 3] of a picture, which stands behind its caption on the first axis; padding stands at 0."""
+    """Return positions [N + padding, 3] of a picture, after its caption on the first axis; padding is at 0."""
     rows, columns = grid
     num_patches = rows * columns
     places = torch.zeros(num_patches + -num_patches % LENGTH_MULTIPLE, 3, dtype=torch.int64)
@@ -372,7 +372,7 @@ def _picture_places(grid: tuple[int, int], caption_length: int) -> Tensor:
 
 
 def build(config: Mapping[str, Any]) -> ZImageTransformer:
-    """The network that transformer/config.json describes."""
+    """Return the network that transformer/config.json describes, without weights."""
     name = config.get("_class_name", CLASS_NAME)
     if name != CLASS_NAME:
         raise UnsupportedConfig(f"_class_name is {name!r}, expected {CLASS_NAME}")

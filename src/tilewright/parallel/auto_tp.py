@@ -1,6 +1,6 @@
-"""`--tp auto`: how many ranks this machine should have, by what it reads per second.
+"""`--tp auto`: chooses the number of ranks for this machine by its measured read bandwidth.
 
-Decoding reads all weights for each token, so memory bandwidth is what ranks are for.
+Decoding reads all weights for each token, so ranks pay off through memory bandwidth.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from tilewright.host.topology import Topology
 from tilewright.process.frames import Channel, until
 from tilewright.process.workers import Workers, WorkerSpec
 
-MIN_GAIN = 1.1  # of ranks over one process: less is lost again in their collectives
+MIN_GAIN = 1.1  # of ranks over one process: collectives take a part of the gain
 MEASURE_S = 1.0
-SIZE_BYTES = 1 << 30  # that each process reads: over the caches of a socket
+SIZE_BYTES = 1 << 30  # read by each process: larger than the caches of a socket
 PROBE = f"{__name__}:probe"  # the entry point of the processes
-TIMEOUT_S = 60.0  # of a process that loads torch on a busy machine
+TIMEOUT_S = 60.0  # for a process that loads torch on a busy machine
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class MeasuredReads:
-    """Bytes per second that one process reads, with its memory spread over all nodes, and all ranks at once."""
+    """Bytes per second read by one process with its memory spread over all nodes, and by all ranks at once."""
 
     alone: float
     ranks: list[float]
@@ -41,9 +41,9 @@ def choose_tp(
     num_threads: int | None = None,
     measure: Callable[[Topology, Sequence[RankBinding]], MeasuredReads] | None = None,
 ) -> int:
-    """The number of ranks for this machine: that of its memory nodes where these read faster than one process.
+    """Return the number of ranks for this machine: that of its memory nodes if they read faster than one process.
 
-    `num_threads` is that of each rank (TILEWRIGHT_NUM_THREADS). One line of the log says why.
+    `num_threads` is that of each rank (TILEWRIGHT_NUM_THREADS). The reason is logged in one line.
     """
     size = len(topology.nodes)
     if size == 1:
@@ -70,11 +70,11 @@ def choose_tp(
 
 
 class MeasureError(Exception):
-    """A process that measures died, or gave no result in time."""
+    """A measuring process died, or gave no result in time."""
 
 
 def measure_reads(topology: Topology, ranks: Sequence[RankBinding]) -> MeasuredReads:
-    """Measures one process, then one per rank at once. All are started together: loading torch takes the longest."""
+    """Measure one process, then one per rank at once. All are started together: loading torch takes the longest."""
     nodes = [node.number for node in topology.nodes if node.has_memory]
     payload = {"size_bytes": min(SIZE_BYTES, available_bytes() // (4 * len(ranks))), "seconds": MEASURE_S}
     with (
@@ -102,7 +102,7 @@ class _Probes:
     def measure(self) -> list[float]:
         channels = self._workers.channels.values()
         for channel in channels:
-            with contextlib.suppress(OSError):  # it has ended, which is seen below
+            with contextlib.suppress(OSError):  # it has ended, which is noticed below
                 channel.send({"start": True})
         return [self._receive(channel)["bytes_per_s"] for channel in channels]
 
@@ -124,7 +124,7 @@ class _Probes:
 
 
 def probe(channel: Channel, rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> None:
-    """The entry of a process that measures: it says that it is loaded, waits for the start, gives its rate."""
+    """Run a measuring process: report that it is loaded, wait for the start, report its rate."""
     from tilewright.ops.native import bind_team, kernels
 
     def read() -> float:
@@ -137,6 +137,6 @@ def probe(channel: Channel, rank: int, size: int, payload: dict[str, Any], fds: 
     channel.send({"loaded": True})
     if channel.receive() is None:
         return
-    # A thread of its own has a team of its own, which starts with the memory policy that it sets first.
+    # A new thread has its own team, which starts with the memory policy that the thread sets first.
     with ThreadPoolExecutor(1) as executor:
         channel.send({"bytes_per_s": executor.submit(read).result()})

@@ -1,6 +1,6 @@
-"""A group over torch's gloo: for ranks on several hosts, and where a machine has no memfd.
+"""A group over torch's gloo: for ranks on several hosts, and for machines without memfd.
 
-Gloo moves the bytes; the sums are made here, by the kernel that the shared-memory group uses, so that they have its
+Gloo moves the bytes; the sums are computed here, by the kernel of the shared-memory group, so that they have the same
 bits. Gloo's own all_reduce sums in the order of its ring, and bf16 in bf16.
 """
 
@@ -23,14 +23,14 @@ from tilewright.parallel.group import DEFAULT_SPIN_US, CollectiveError, Group, r
 
 # Up to this size every rank sums everything itself: one exchange instead of two.
 _ONE_PHASE_BYTES = 64 * 1024
-# How long a rank whose operation failed waits for the others to say that theirs has, too.
+# Time that a rank whose operation failed waits for the others to report the same.
 _ROLL_CALL_S = 2.0
-# A wait returns to Python this often, which then runs the handlers of signals.
+# Interval at which a wait returns to Python, which then runs signal handlers.
 _SIGNAL_CHECK = timedelta(milliseconds=100)
 
 
 class GlooGroup(Group):
-    """Ranks that find each other by a torch TCPStore at `address`, which the launcher serves."""
+    """Ranks that find each other through a torch TCPStore at `address`, which the launcher serves."""
 
     recordable = False
 
@@ -42,10 +42,10 @@ class GlooGroup(Group):
         self._timeout_s = timeout_s
         self._num_operations = 0
         self._failure: str | None = None
-        self._num_posts = 0  # made by rank 0, or seen by this one
+        self._num_posts = 0  # made by rank 0, or seen by this rank
         tcp = dist.TCPStore(*address, is_master=False, timeout=timeout)
         self._store = dist.PrefixStore(name, tcp)
-        # Not init_process_group, which knows one group per process. Torch types but a part of it.
+        # Not init_process_group, which allows one group per process. Torch has types for a part of it only.
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
@@ -73,26 +73,26 @@ class GlooGroup(Group):
         self._num_posts += 1
 
     def wait_for_post(self, spin_us: float = DEFAULT_SPIN_US) -> None:
-        """As Group says; it sleeps at once, on the launcher's store, and hears of a lost rank within 100 ms."""
+        """Wait as Group.wait_for_post, asleep at once on the launcher's store; a lost rank is noticed within 100 ms."""
         if self.rank == 0:
             raise ValueError("wait_for_post: this is rank 0, which posts")
         self._check_usable("wait_for_post")
         post = f"post/{self._num_posts}"
         with self._store_errors("wait_for_post"):
             while not self._appears(post):
-                # Asked for again once the group is broken: what was posted before that is still seen.
+                # Checked again once the group is broken: earlier posts are still seen.
                 if self._store.check(["broken"]) and not self._store.check([post]):
                     self._failure = self._store.get("broken").decode()
                     self._check_usable("wait_for_post")
             seen = f"seen/{self._num_posts}"
-            if self._store.add(seen, 1) == self.size - 1:  # the last to see it: the store does not grow
+            if self._store.add(seen, 1) == self.size - 1:  # the last rank to see it deletes it: the store does not grow
                 self._store.delete_key(post)
                 self._store.delete_key(seen)
         self._num_posts += 1
 
     def close(self) -> None:
         if self._gloo is not None:
-            with contextlib.suppress(RuntimeError):  # the store is gone, and so are those who would look
+            with contextlib.suppress(RuntimeError):  # the store is gone, and so are the other ranks
                 tell_broken(self._store, f"rank {self.rank} has closed the group")
         self._gloo = None
 
@@ -135,11 +135,11 @@ class GlooGroup(Group):
         rms_norm(residual, weight, eps, weight_plus_one=weight_plus_one, out=out)
 
     def _reduce(self, operation: str, x: Tensor, addend: Tensor | None, out: Tensor) -> None:
-        """out = the sum over ranks of x, + addend."""
+        """Compute out = the sum over ranks of x, + addend."""
         _check_summable(operation, x)
         if x.numel() * x.itemsize <= _ONE_PHASE_BYTES:
             return self._sum(self._gather(operation, x), addend, out)
-        length = -(-x.numel() // self.size)  # of a rank's slice; the last may be shorter, but not on the way
+        length = -(-x.numel() // self.size)  # of a rank's slice; the last slice may be shorter, but is sent padded
         padded = _padded(x, length * self.size)
         mine = slice(self.rank * length, (self.rank + 1) * length)
         own_addend = None if addend is None else _padded(addend, length * self.size)[mine]
@@ -148,18 +148,18 @@ class GlooGroup(Group):
         out.view(-1).copy_(self._gather(operation, own_sum)[: x.numel()])
 
     def _sum(self, parts: Tensor, addend: Tensor | None, out: Tensor) -> None:
-        """In fp32, in the order of parts, the addend last; rounded once."""
+        """Sum parts in fp32 and in order, the addend last; round once."""
         kernels.reduce(view(parts), self.size, view_or_none(addend), view(out))
 
     def _gather(self, operation: str, x: Tensor) -> Tensor:
-        """All ranks' x as one row."""
+        """Return all ranks' x as one row."""
         out = torch.empty(self.size * x.numel(), dtype=x.dtype)
         whole, whole_out = _bytes_of(operation, "x", x), out.view(torch.uint8)
         self._run(operation, lambda gloo: gloo._allgather_base(whole_out, whole))
         return out
 
     def _exchange(self, operation: str, x: Tensor) -> Tensor:
-        """This rank's part of every rank's x, as one row."""
+        """Return this rank's part of every rank's x as one row."""
         out = torch.empty_like(x)
         whole, whole_out = _bytes_of(operation, "x", x), out.view(-1).view(torch.uint8)
         self._run(operation, lambda gloo: gloo.alltoall_base(whole_out, whole, [], []))
@@ -172,7 +172,7 @@ class GlooGroup(Group):
             self._finish(operation, start(self._gloo))
         except CollectiveError:
             raise
-        except BaseException:  # of a signal's handler: what the others wait for is lost
+        except BaseException:  # raised by a signal handler: the others' operation is lost
             self._break(f"rank {self.rank} was interrupted at operation {self._num_operations}")
             raise
 
@@ -188,9 +188,9 @@ class GlooGroup(Group):
         return f"group '{self.name}', {operation}{number}"
 
     def _finish(self, operation: str, work: Any) -> None:
-        """Waits for the end of what gloo has begun, and runs the handlers of signals meanwhile."""
+        """Wait for an operation that gloo has begun, and run signal handlers meanwhile."""
         while not work.is_completed():
-            with contextlib.suppress(RuntimeError):  # the end of this look, or a failure, which is heard of below
+            with contextlib.suppress(RuntimeError):  # timeout of this wait, or a failure, which is raised below
                 work.wait(_SIGNAL_CHECK)
         try:
             work.wait()
@@ -199,7 +199,7 @@ class GlooGroup(Group):
             raise CollectiveError(f"{self._where(operation)}: {self._failure}") from error
 
     def _break(self, reason: str) -> None:
-        """The group is of no more use; ranks that wait for a post hear of it."""
+        """Mark the group as unusable, and notify ranks that wait for a post."""
         self._failure = f"{reason}; the group is broken"
         with contextlib.suppress(RuntimeError):
             tell_broken(self._store, self._failure)
@@ -221,7 +221,7 @@ class GlooGroup(Group):
             raise CollectiveError(f"{self._where(operation)}: {self._failure}") from error
 
     def _name_missing(self) -> str | None:
-        """The ranks that do not report a failure as this one does: those it has failed for."""
+        """Return the ranks that do not report the same failure: those that caused it."""
         missing = set(range(self.size))
         deadline = time.monotonic() + _ROLL_CALL_S
         try:
@@ -236,7 +236,7 @@ class GlooGroup(Group):
 
 
 def tell_broken(store: dist.Store, reason: str) -> None:
-    """Tells ranks that wait for a post; the first reason stays."""
+    """Notify ranks that wait for a post; the first reason is kept."""
     store.compare_set("broken", "", reason)
 
 
@@ -277,7 +277,7 @@ def _padded(x: Tensor, length: int) -> Tensor:
 
 
 def _own_address(peer: tuple[str, int]) -> str:
-    """The address of this host that packets to `peer` would carry; none is sent."""
+    """Return this host's address on the route to `peer`; no packet is sent."""
     family = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(peer)

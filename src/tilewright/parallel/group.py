@@ -1,8 +1,8 @@
 """A group of ranks that compute one model together, and its collectives over the shared memory of one machine.
 
-Shape suffixes: T packed tokens, D model width, R ranks.
-All ranks make the same calls in the same order. Sums are made in fp32, in the order of ranks, and rounded once, in
-every kind of group: results have the same bits on all ranks and in every run. docs/parallel.md says how.
+Shape suffixes: T packed tokens, D model width, R ranks. All ranks make the same calls in the same order. Sums are
+computed in fp32, in the order of ranks, and rounded once, in every kind of group: results have the same bits on all
+ranks and in every run. See docs/parallel.md.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from tilewright.ops.native import kernels, view
 from tilewright.ops.norm import rms_norm
 from tilewright.ops.plan import empty
 
-# A collective that did not take place: a rank did not come in time, was lost, closed the group or came for another one.
-# The message names it and the number of the operation. The group is of no more use then.
+# A collective failed: a rank was late or lost, closed the group, or called another operation. The message names the
+# rank and the number of the operation. The group is unusable afterwards.
 CollectiveError = kernels.CollectiveError
 
-# How long a rank looks for a post before it sleeps: longer than rank 0 takes between two steps of a busy server, which
-# then begin without a system call.
+# How long a rank spins for a post before it sleeps: longer than rank 0 takes between two steps of a busy server, which
+# then start without a system call.
 DEFAULT_SPIN_US = 1000.0
 
 
 class Group(ABC):
     """One rank's end of a group."""
 
-    recordable = True  # whether a plan (ops.plan) that is recorded around a collective replays it
+    recordable = True  # whether a recorded plan (ops.plan) replays its collectives
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.name = name
@@ -35,25 +35,26 @@ class Group(ABC):
         self.size = size
 
     def all_reduce(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """The sum of all ranks' x, fp32 or bf16, in `out`; without one, in x itself."""
+        """Return the sum of all ranks' x, fp32 or bf16, in `out`; without one, in x itself."""
         out = x if out is None else out
         self._all_reduce(x, out)
         return out
 
     def all_reduce_add(self, x: Tensor, residual: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """residual + the sum of all ranks' x, rounded once, in `out`; without one, in residual itself.
+        """Return residual + the sum of all ranks' x, rounded once, in `out`; without one, in residual itself.
 
-        The residual must be the same on all ranks. x is of its type, or fp32 where the residual is bf16.
+        The residual must be the same on all ranks. x has its type, or is fp32 beside a bf16 residual.
         """
         out = residual if out is None else out
         self._all_reduce_add(x, residual, out)
         return out
 
     def all_gather(self, x: Tensor, *, dim: int = 0, out: Tensor | None = None) -> Tensor:
-        """All ranks' x one after another along the first axis (dim 0) or the last (dim -1).
+        """Return all ranks' x, concatenated along the first axis (dim 0) or the last (dim -1).
 
-        Along the last axis `out` may be narrower than all of them: its columns are the first ones, and what ranks have
-        beyond, padding, is left out. Then both may be columns of wider tensors, x also its own ones of `out`.
+        Along the last axis `out` may be narrower than their sum: it has the first columns, and the ranks' columns
+        beyond, which are padding, are dropped. Then both may be columns of wider tensors, and x may be its own part of
+        `out`.
         """
         if dim not in (0, -1) or not x.dim():
             raise ValueError(
@@ -70,7 +71,7 @@ class Group(ABC):
         return out
 
     def reduce_scatter(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """This rank's part, of R equal ones along the first axis, of the sum of all ranks' x."""
+        """Return this rank's part, of R equal ones along the first axis, of the sum of all ranks' x."""
         if out is None:
             if not x.dim() or x.shape[0] % self.size:
                 raise ValueError(f"reduce_scatter: x is {list(x.shape)}, expected a multiple of {self.size} rows")
@@ -88,9 +89,9 @@ class Group(ABC):
         weight_plus_one: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """The RMSNorm of residual + the sum of all ranks' x, after which residual is that sum; one rounding each.
+        """Add the sum of all ranks' x to residual, and return its RMSNorm; each is rounded once.
 
-        The bits are those of all_reduce_add and rms_norm, one after the other, and so are the types. `out` may be x.
+        Bits and types are those of all_reduce_add, then rms_norm. `out` may be x.
         """
         if out is None:
             out = empty(x_TD.shape, residual_TD.dtype)
@@ -99,27 +100,27 @@ class Group(ABC):
 
     @abstractmethod
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """x of the rank `root`, in x, on all ranks."""
+        """Return x of the rank `root`, in x, on all ranks."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Returns when all ranks have come here."""
+        """Return when all ranks have called it."""
 
     @abstractmethod
     def post(self) -> None:
-        """On rank 0: there is work. Each of the others returns from wait_for_post once more; waits for nobody."""
+        """Wake each other rank from one more wait_for_post, without waiting for them. On rank 0."""
 
     @abstractmethod
     def wait_for_post(self, spin_us: float = DEFAULT_SPIN_US) -> None:
-        """On the others: returns when rank 0 has posted once more than this rank has seen, however long that takes.
+        """Wait until rank 0 has posted once more than this rank has seen, however long that takes. On other ranks.
 
-        Looks for `spin_us`, then sleeps. Handlers of signals run meanwhile, and what they raise ends the wait, but not
-        the group. Raises CollectiveError if a rank is lost or closes the group, after what was posted before that.
+        Spins for `spin_us`, then sleeps. Signal handlers run meanwhile; if one raises, the wait ends, but not the
+        group. Raises CollectiveError if a rank is lost or closes the group, after all earlier posts.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of what the group holds: calls raise CollectiveError afterwards, those of other ranks as well."""
+        """Free what the group holds: later calls raise CollectiveError, on other ranks as well."""
 
     @abstractmethod
     def _all_reduce(self, x: Tensor, out: Tensor) -> None: ...
@@ -143,7 +144,7 @@ class Group(ABC):
 
 
 class SingleGroup(Group):
-    """A group of one rank: there is nobody to ask, and x is the result itself unless `out` is given."""
+    """A group of one rank: the result is x itself unless `out` is given."""
 
     def __init__(self, name: str = "single") -> None:
         super().__init__(name, rank=0, size=1)
@@ -198,13 +199,13 @@ class SingleGroup(Group):
 
 
 def refuse_recording(what: str) -> None:
-    """Raises if a plan is being recorded: it notes calls of kernels alone, and would replay without this one."""
+    """Raise if a plan is being recorded: it records only kernel calls, and would replay without this one."""
     if kernels.is_recording():
         raise ValueError(f"{what} cannot be part of a recorded plan")
 
 
 class SharedMemoryGroup(Group):
-    """Ranks that share the memory behind a descriptor, which may be closed once this is made."""
+    """Ranks that share the memory of a file descriptor, which may be closed after construction."""
 
     def __init__(self, segment_fd: int, rank: int, name: str, timeout_s: float) -> None:
         self._native = kernels.SharedGroup(segment_fd, rank, name, timeout_s)

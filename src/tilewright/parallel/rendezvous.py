@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other: what the launcher opens, and what it hands to each rank.
+"""Opens a group of ranks in the launcher, and lets each rank join it.
 
     host = open_rendezvous(size=2)                       # in the launcher
     subprocess.Popen(..., pass_fds=host.pass_fds)        # with host.rendezvous.to_json() among the arguments
@@ -6,8 +6,8 @@
     group = make_group(Rendezvous.from_json(text), rank) # in each rank
     group.all_reduce(x)
 
-A launcher that is a rank itself makes its end by host.make_group(rank).
-A launcher that sees a rank die calls host.abort(rank): the others fail at once instead of after their time-out.
+A launcher that is itself a rank joins by host.make_group(rank). A launcher that sees a rank die calls host.abort(rank):
+the others fail at once instead of after their timeout.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What a rank must know of its group: plain data."""
+    """What a rank needs to join its group, as plain data."""
 
     size: int
     name: str
     timeout_s: float
     segment_fd: int | None = None  # shared memory, inherited under this number
-    address: tuple[str, int] | None = None  # of the store that gloo's ranks meet at
+    address: tuple[str, int] | None = None  # of the store through which gloo's ranks meet
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -62,18 +62,18 @@ class RendezvousHost:
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
-        """For subprocess.Popen: the descriptors that a rank must inherit."""
+        """Descriptors that a rank must inherit, for subprocess.Popen."""
         return () if self._segment_fd is None else (self._segment_fd,)
 
     def make_group(self, rank: int) -> Group:
-        """The launcher's own end, where it is a rank itself; its descriptor stays open, for `abort`."""
+        """Join the group as the launcher's rank; the descriptor stays open for `abort`."""
         fd = self._segment_fd
         return make_group(dataclasses.replace(self.rendezvous, segment_fd=None if fd is None else os.dup(fd)), rank)
 
     def abort(self, rank: int) -> None:
-        """Tells the group that this rank is gone: whoever waits fails at once, naming it.
+        """Tell the group that this rank is gone: waiting ranks fail at once and name it.
 
-        In a collective gloo's ranks need no telling: they see the connections of a dead process close.
+        In a collective gloo's ranks notice it themselves: the connections of a dead process close.
         """
         if not 0 <= rank < self.rendezvous.size:
             raise ValueError(f"abort: rank is {rank}, expected 0 to {self.rendezvous.size - 1}")
@@ -84,7 +84,7 @@ class RendezvousHost:
             tell_broken(store, f"rank {rank} was lost; the group is broken")
 
     def close(self) -> None:
-        """Lets go of the memory, which lives on while a rank has it, and of the store."""
+        """Close the store, and the memory, which lives on while a rank has it."""
         if self._segment_fd is not None:
             os.close(self._segment_fd)
         self._segment_fd = self._store = None
@@ -104,10 +104,10 @@ def open_rendezvous(
     host: str | None = None,
     slot_bytes: int = kernels.default_slot_bytes,
 ) -> RendezvousHost:
-    """A new group of `size` ranks: over shared memory, or over gloo where there is none.
+    """Open a new group of `size` ranks, over shared memory, or over gloo if there is none.
 
-    `host`, an address of this machine that the ranks of other hosts reach, asks for gloo. `slot_bytes` bounds the
-    shared memory: two slots per rank.
+    `host`, an address of this machine that ranks on other hosts can reach, selects gloo. `slot_bytes` bounds the shared
+    memory: two slots per rank.
     """
     if not 1 <= size <= MAX_RANKS:
         raise ValueError(f"a group has {size} ranks, expected 1 to {MAX_RANKS}")
@@ -122,7 +122,7 @@ def open_rendezvous(
             return RendezvousHost(dataclasses.replace(rendezvous, segment_fd=segment_fd))
         except OSError as error:
             _log.warning("group '%s': no shared memory (%s), its ranks use gloo", name, str(error))
-    # Bound here: the store would listen on every address of the machine, and it asks nobody for a key.
+    # Bound here: the store would listen on every address of the machine, without authentication.
     listener = socket.create_server((host or "127.0.0.1", 0))
     own_host, port = listener.getsockname()[:2]
     store = dist.TCPStore(
@@ -137,7 +137,7 @@ def open_rendezvous(
 
 
 def make_group(rendezvous: Rendezvous, rank: int) -> Group:
-    """This rank's end of the group. The descriptor of shared memory, which was inherited for this, is closed."""
+    """Join the group as this rank. The inherited descriptor of shared memory is closed."""
     group: Group
     if rendezvous.segment_fd is not None:
         group = SharedMemoryGroup(rendezvous.segment_fd, rank, rendezvous.name, rendezvous.timeout_s)

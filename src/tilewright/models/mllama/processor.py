@@ -37,7 +37,7 @@ _DEFAULT_MEAN, _DEFAULT_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 
 
 @dataclass(frozen=True)
 class MllamaPreprocessing:
-    """How pixels become tiles of patches. All of it is part of a picture's key."""
+    """The conversion of pixels to tiles of patches. All of it is part of a picture's key."""
 
     tile_size: int
     patch_size: int

@@ -1,8 +1,8 @@
 """The audio tower of Qwen3-Omni: log-mel frames of several sounds in, features of each out, in one pass.
 
-A sound is cut into chunks of a second, each of which is convolved alone. Attention sees a window of chunks, so that a
-long sound may come in pieces of whole windows. N: features of all sounds. B chunks, L mel frames, M mel bins, T frames
-and F bins after the convolutions, C channels, D width.
+A sound is cut into chunks of a second, each convolved separately. Attention sees a window of chunks, so that a long
+sound may come in pieces of whole windows. N: features of all sounds. B chunks, L mel frames, M mel bins, T frames and F
+bins after the convolutions, C channels, D width.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilewright.ops.plan import empty, scope
 
 EPS = 1e-5
 MAX_TIMESCALE = 10_000.0
-# What the first convolution makes of a chunk is 3 MB in bf16: of so many it stays within the last cache of a server.
+# The first convolution's result for a chunk is 3 MB in bf16: 16 of them stay within the last-level cache of a server.
 CHUNKS_PER_PASS = 16
 
 
@@ -63,7 +63,7 @@ class AudioBlock:
 class Downsampling:
     """Three convolutions over mel bins and time, and a projection: the embeddings [B, T, D] of chunks [B, L, M].
 
-    Chunks are shared out among the ranks: the convolutions are a fifth of the tower's work, their weights little.
+    Chunks are distributed over the ranks: the convolutions are a fifth of the tower's work, their weights little.
     """
 
     def __init__(self, name: str, config: AudioConfig) -> None:
@@ -102,7 +102,7 @@ class Downsampling:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A chunk of a sound: where it is among those of its length, and how many of its features are the sound's."""
+    """A chunk of a sound: its index among those of its length, and how many of its features are the sound's."""
 
     length: int
     index: int
@@ -121,7 +121,7 @@ class AudioTower:
         self.positions = sinusoids(config.features_per_chunk, config.width).to(backend.device())
 
     def __call__(self, batch: MediaBatch) -> list[Tensor]:
-        """Features [n, output width] of each sound; its grid is (frames its chunks are filled up to, frames, bins)."""
+        """Return features [n, output width] of each sound; its grid is (frames of padded chunks, frames, bins)."""
         config = self.config
         counts = [config.num_features(item.grid[1]) for item in batch.items]
         x_ND = self._embed(batch)
@@ -134,7 +134,7 @@ class AudioTower:
         return list(features.split(counts))
 
     def _embed(self, batch: MediaBatch) -> Tensor:
-        """What the first block reads [N, D]: chunks of one length are convolved together."""
+        """Return the inputs of the first block [N, D]; chunks of one length are convolved together."""
         by_length: dict[int, list[Tensor]] = {}
         chunks: list[_Chunk] = []
         for item in batch.items:
@@ -149,7 +149,7 @@ class AudioTower:
         return torch.cat(rows, out=empty((sum(map(len, rows)), first.shape[1]), first.dtype))
 
     def _embed_chunks(self, length: int, chunks: Sequence[Tensor]) -> Tensor:
-        """[B, T, D] of chunks [frames, M], with zeros after the last frame of those that are shorter."""
+        """Return embeddings [B, T, D] of chunks [frames, M], the shorter ones padded with zeros."""
         dtype = self.downsampling.dtype
         padded = torch.zeros(len(chunks), length, self.config.num_mel_bins, dtype=dtype, device=chunks[0].device)
         for index, frames in enumerate(chunks):
@@ -158,7 +158,7 @@ class AudioTower:
 
 
 def _frames(batch: MediaBatch, item: MediaItem) -> Tensor:
-    """The mel frames [frames, M] of a sound: they fill the buffer's rows one after the other, whatever their width."""
+    """Return the mel frames [frames, M] of a sound, which fill the buffer's rows contiguously, whatever their width."""
     _, num_frames, num_bins = item.grid
     return batch.rows([item]).flatten()[: num_frames * num_bins].view(num_frames, num_bins)
 
@@ -169,7 +169,7 @@ def _window_starts(counts: Sequence[int], window: int) -> Tensor:
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """Positions [length, width], fp32: sines of falling frequencies, then cosines of the same."""
+    """Return positions [length, width], fp32: sines of falling frequencies, then cosines of the same."""
     steps = width // 2
     frequencies = torch.exp(-math.log(MAX_TIMESCALE) / (steps - 1) * torch.arange(steps, dtype=torch.float32))
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies

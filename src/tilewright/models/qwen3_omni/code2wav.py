@@ -1,8 +1,8 @@
-"""From codes to samples: a transformer over frames of codes, then convolutions that upsample them to a waveform.
+"""Turns codes into samples: a transformer over frames of codes, then convolutions that upsample to a waveform.
 
-A stream of frames may come in pieces, whose samples are those of the whole, bit for bit: each layer carries what it
-looks back at (`Stream`), which is bounded by attention's window and the convolutions' kernels. Samples come a little
-late: a transposed convolution gives rows when all that they are made of has been seen.
+A stream of frames may come in pieces, whose samples are those of the whole, bit for bit: each layer keeps the rows it
+reads again (`Stream`), bounded by attention's window and the convolutions' kernels. Samples come a little late: a
+transposed convolution returns rows once all their inputs are known.
 
 Legend of shape suffixes: B streams, T frames or rows, Q codes of a frame, C channels, H heads, G kv heads, K head
 width.
@@ -41,7 +41,7 @@ from tilewright.ops.embedding import embedding
 from tilewright.ops.plan import scope
 from tilewright.weights.conv import Unpacked
 
-# Frames that go through the network at a time: what they take is bounded, and the samples are the same.
+# Frames that go through the network at a time: this bounds memory without changing the samples.
 MAX_FRAMES = 32
 DILATIONS = (1, 3, 9)
 KERNEL = 7
@@ -49,7 +49,7 @@ NORM_EPS = 1e-6  # of the ConvNeXt blocks
 
 
 class WaveStream(Stream):
-    """One voice on its way: what its layers carry, and how many frames and samples there have been."""
+    """The decoding state of one voice: what its layers keep, and its numbers of frames and samples so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,23 +58,26 @@ class WaveStream(Stream):
 
     @property
     def stage(self) -> int:
-        """Equal for streams whose layers carry as many rows: from the first sample on, all do."""
+        """Number equal for streams whose layers keep as many rows: from the first sample on, all are equal."""
         return -1 if self.num_samples else self.num_frames
 
     def mark(self) -> tuple[dict[object, Tensor], int, int]:
-        """Where it is now. What a layer carries is replaced, never written over: the tensors need no copy."""
+        """Return a snapshot of the state.
+
+        What a layer keeps is replaced, never overwritten: the tensors need no copy.
+        """
         return dict(self.rows), self.num_frames, self.num_samples
 
     def go_back(self, mark: tuple[dict[object, Tensor], int, int]) -> None:
-        """To where it was."""
+        """Restore a snapshot."""
         self.rows, self.num_frames, self.num_samples = mark
 
 
 class _WindowBatch:
-    """Frames of several streams that attend to at most the last `window` of their own, theirs included.
+    """Frames of several streams that attend to at most the last `window` frames of their own, themselves included.
 
-    Every frame is a sequence of one query over a copy of the keys it sees: the kernel sums them in the same order then,
-    whichever piece the frame comes in.
+    Every frame is a sequence of one query over a copy of the keys it sees, so that the kernel sums them in the same
+    order in whatever piece the frame comes.
     """
 
     states: StateBatch | None = None
@@ -111,7 +114,7 @@ class _WindowBatch:
         return varlen_attention(q_THK, keys, values, self.query_starts, self._key_starts, **rules)
 
     def _seen(self, name: object, new_TGK: Tensor) -> Tensor:
-        """Those that each query sees, one query's after the other's; the last are carried on."""
+        """Return the rows that each query sees, concatenated, and keep the last ones for the next piece."""
         pieces = []
         for i, stream in enumerate(self._streams):
             new = new_TGK[i * self._num_new : (i + 1) * self._num_new].flatten(1)
@@ -122,7 +125,7 @@ class _WindowBatch:
 
 
 class ConvNextBlock:
-    """x + gamma * out(gelu(in(norm(depthwise(x))))); gamma is multiplied into the last weight."""
+    """x + gamma * out(gelu(in(norm(depthwise(x))))); gamma is folded into the last weight."""
 
     def __init__(self, name: str, width: int) -> None:
         self.depthwise = DepthwiseConv1d(f"{name}.dwconv.conv", width, KERNEL)
@@ -148,13 +151,13 @@ class ResidualUnit:
         self.conv2 = PointwiseConv1d(f"{name}.conv2.conv", channels, channels)
 
     def __call__(self, x_BTC: Tensor, pieces: Pieces) -> None:
-        """Adds to x in place."""
+        """Add the unit's result to x in place."""
         inner = self.conv1(x_BTC, pieces, bend=self.snake1)
         self.conv2(self.snake2(inner, out=inner), x_BTC)
 
 
 class DecoderBlock:
-    """Half the channels and `rate` times the rows, then residual units."""
+    """Upsampling to half the channels and `rate` times the rows, then residual units."""
 
     def __init__(self, name: str, channels: int, rate: int) -> None:
         self.snake = Snake(f"{name}.block.0", channels)
@@ -173,7 +176,7 @@ class DecoderBlock:
 
 
 class Code2Wav:
-    """Samples in [-1, 1] of frames of codes."""
+    """Decoder from frames of codes to samples in [-1, 1]."""
 
     def __init__(self, config: Code2WavConfig, name: str = CODE2WAV) -> None:
         self.config = config
@@ -201,18 +204,18 @@ class Code2Wav:
 
     @property
     def samples_per_frame(self) -> int:
-        """Of each frame but a stream's first, which gives fewer."""
+        """Samples of each frame but a stream's first, which gives fewer."""
         return math.prod(self.config.upsampling_ratios) * math.prod(self.config.upsample_rates)
 
     def begin(self) -> WaveStream:
-        """A voice that has said nothing yet."""
+        """Return the state of a new voice."""
         return WaveStream()
 
     def decode(self, codes: Sequence[Tensor], streams: Sequence[WaveStream]) -> list[Tensor]:
-        """The next samples of each stream, fp32 [n], from its next frames int64 [T, Q].
+        """Return the next samples of each stream, fp32 [n], from its next frames int64 [T, Q].
 
-        Streams that are alike (as many frames, equally far) go through the network together. Where it raises, all
-        streams are as they were.
+        Streams with as many frames and the same stage go through the network together. If it raises, all streams are
+        unchanged.
         """
         before = [stream.mark() for stream in streams]
         try:
@@ -239,7 +242,7 @@ class Code2Wav:
         return [torch.cat(own) if own else torch.empty(0) for own in parts]
 
     def _decode_together(self, codes_BTQ: Tensor, streams: Sequence[WaveStream]) -> Tensor:
-        """Samples fp32 [B, n] of streams of one stage."""
+        """Return samples fp32 [B, n] of streams of one stage."""
         pieces = Pieces(streams)
         x_BTC = self._frames(codes_BTQ, streams)
         for upsample, convnext in zip(self.upsamples, self.convnexts, strict=True):
@@ -254,10 +257,10 @@ class Code2Wav:
         for stream in streams:
             stream.num_frames += codes_BTQ.shape[1]
             stream.num_samples += samples.shape[1]
-        return samples.float().clamp(-1, 1)  # in memory of their own
+        return samples.float().clamp(-1, 1)  # a copy
 
     def _frames(self, codes_BTQ: Tensor, streams: Sequence[WaveStream]) -> Tensor:
-        """What the transformer makes of the frames [B, T, C], of which each begins as the mean of its codes' rows."""
+        """Return the transformer's result for frames [B, T, C]; each starts as the mean of its codes' embeddings."""
         batch_size, num_frames, num_codes = codes_BTQ.shape
         offsets = torch.arange(num_codes, device=codes_BTQ.device) * self.config.codebook_size
         rows = embedding((codes_BTQ + offsets).flatten(), self.embedding.value)
@@ -272,7 +275,7 @@ class Code2Wav:
 
 
 def _layer_spec(config: Code2WavConfig) -> LayerSpec:
-    """The recipe of every layer of the transformer."""
+    """Return the spec of every layer of the transformer."""
     attention = AttentionConfig(
         width=config.width,
         num_heads=config.num_heads,
@@ -288,5 +291,5 @@ def _layer_spec(config: Code2WavConfig) -> LayerSpec:
 
 
 def build(config: Mapping[str, object]) -> Code2Wav:
-    """The network that a code2wav_config describes."""
+    """Return the network that a code2wav_config describes, without weights."""
     return Code2Wav(Code2WavConfig.from_dict(config))

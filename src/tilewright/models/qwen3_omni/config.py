@@ -1,5 +1,7 @@
-"""The config of Qwen3-Omni: a thinker that reads text, pictures, videos and sound; a talker, a code predictor and
-code2wav that speak its answers. Defaults are those of the released models."""
+"""The config of Qwen3-Omni, with the released models' values as defaults.
+
+The thinker reads text, pictures, videos and sound; the talker, a code predictor and code2wav speak its answers.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,13 @@ MODEL_TYPE = "qwen3_omni_moe"
 _ROPE_THETA = 1_000_000.0
 _HEAD_WIDTH = 128
 _MROPE = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
-# Each of the tower's three convolutions halves the number of mel frames and of mel bins.
+# Each of the tower's three convolutions halves the mel frames and the mel bins.
 NUM_HALVINGS = 3
 
 
 @dataclass(frozen=True)
 class AudioConfig:
-    """The audio tower. Mel frames come in chunks, each of which is convolved alone; attention sees a window of them."""
+    """The audio tower. Chunks of mel frames are convolved separately; attention sees a window of chunks."""
 
     width: int
     mlp_width: int
@@ -48,7 +50,7 @@ class AudioConfig:
     num_mel_bins: int
     conv_channels: int
     frames_per_chunk: int  # of mel frames, 100 a second
-    chunks_per_window: int  # that attend to each other
+    chunks_per_window: int  # chunks that attend to each other
     num_positions: int
     activation: str
 
@@ -90,7 +92,7 @@ class AudioConfig:
 
     @property
     def features_per_chunk(self) -> int:
-        """Of a whole chunk."""
+        """Features of a whole chunk."""
         return halved(self.frames_per_chunk)
 
     @property
@@ -98,13 +100,13 @@ class AudioConfig:
         return self.chunks_per_window * self.features_per_chunk
 
     def num_features(self, num_frames: int) -> int:
-        """Tokens that a sound of so many mel frames has in a prompt."""
+        """Return the tokens of a sound of `num_frames` mel frames in a prompt."""
         chunks, rest = divmod(num_frames, self.frames_per_chunk)
         return chunks * self.features_per_chunk + halved(rest)
 
 
 def halved(length: int) -> int:
-    """What the three convolutions of stride 2 make of an axis."""
+    """Return the length of an axis after the three convolutions of stride 2."""
     for _ in range(NUM_HALVINGS):
         length = (length + 1) // 2
     return length
@@ -141,7 +143,7 @@ class ThinkerConfig:
     vision: VisionConfig
     audio: AudioConfig
     tokens: MediaTokens
-    positions_per_second: int  # of rope's time axis, for the frames of a video
+    positions_per_second: int  # on rope's time axis, for the frames of a video
 
     @classmethod
     def from_dict(cls, config: Config, shapes: Shapes) -> ThinkerConfig:
@@ -167,10 +169,10 @@ class ThinkerConfig:
 
 @dataclass(frozen=True)
 class CodePredictorConfig:
-    """The small decoder that gives the codes of a frame after the first; it has a head and a table for each."""
+    """The small decoder of a frame's codes after the first; it has a head and a table for each."""
 
     decoder: DecoderConfig
-    num_code_groups: int  # codes of a frame, the talker's own among them
+    num_code_groups: int  # codes of a frame, including the talker's own
 
     @classmethod
     def from_dict(cls, config: Config) -> CodePredictorConfig:
@@ -182,7 +184,7 @@ class CodePredictorConfig:
 
 @dataclass(frozen=True)
 class CodecTokens:
-    """Ids of the talker's own vocabulary that are no codes of sound."""
+    """Ids of the talker's own vocabulary that are not codes of sound."""
 
     bos: int
     eos: int
@@ -205,15 +207,15 @@ class CodecTokens:
 
 @dataclass(frozen=True)
 class TalkerConfig:
-    """The decoder that reads the thinker's states and gives the first code of each frame of speech."""
+    """The decoder that reads the thinker's states and predicts the first code of each frame of speech."""
 
     text: DecoderConfig
     projection: MlpConfig  # from the thinker's width to the talker's
     code_predictor: CodePredictorConfig
     thinker_width: int
-    accept_layer: int  # the thinker's layer whose states stand for media: the one after so many
+    accept_layer: int  # number of the thinker's layers after which its states stand for media
     codec: CodecTokens
-    speakers: Mapping[str, int]  # name to id, lower case
+    speakers: Mapping[str, int]  # id by name in lower case
 
     @classmethod
     def from_dict(cls, config: Config, shapes: Shapes) -> TalkerConfig:
@@ -239,7 +241,7 @@ class TalkerConfig:
 
 @dataclass(frozen=True)
 class Code2WavConfig:
-    """From codes to samples: a transformer over frames with a sliding window, then convolutions that upsample."""
+    """The decoder from codes to samples: a transformer with a sliding window, then convolutions that upsample."""
 
     width: int
     mlp_width: int
@@ -247,7 +249,7 @@ class Code2WavConfig:
     num_heads: int
     num_kv_heads: int
     head_width: int
-    window: int  # frames a frame attends to, itself among them
+    window: int  # frames that a frame attends to, including itself
     rope_theta: float
     max_positions: int
     eps: float
@@ -295,7 +297,7 @@ class Code2WavConfig:
 
 @dataclass(frozen=True)
 class TurnTokens:
-    """Ids by which the talker finds the turns of a conversation, and those that stand in its text for speech."""
+    """Ids by which the talker finds the turns of a conversation, and ids of its text rows that control speech."""
 
     im_start: int
     im_end: int
@@ -322,7 +324,7 @@ class TurnTokens:
 
 @dataclass(frozen=True)
 class OmniConfig:
-    """The whole model; `talker` and `code2wav` are None where a checkpoint has no voice, as the "Thinking" ones."""
+    """The whole model; `talker` and `code2wav` are None in checkpoints without a voice, such as "Thinking"."""
 
     thinker: ThinkerConfig
     talker: TalkerConfig | None
@@ -331,7 +333,7 @@ class OmniConfig:
 
     @classmethod
     def from_dict(cls, config: Config, shapes: Shapes) -> OmniConfig:
-        """`shapes` are those of the checkpoint's tensors: they tell how experts are stored."""
+        """Read the config; `shapes` are those of the checkpoint's tensors, which show how experts are stored."""
         thinker = ThinkerConfig.from_dict(table(config, "thinker_config"), shapes)
         talker, code2wav = None, None
         if config.get("enable_audio_output", True):
@@ -350,11 +352,11 @@ class OmniConfig:
 
 
 def _sparse_decoder(config: Config, shapes: Shapes, *, is_talker: bool) -> DecoderConfig:
-    """A decoder with experts and three axes of positions; these are interleaved, whether or not its config says so."""
+    """Return a decoder with experts and three interleaved axes of positions, even if its config does not say so."""
     parameters = {**_MROPE, "rope_theta": config.get("rope_theta", _ROPE_THETA), **rope_parameters(config)}
     parameters["mrope_interleaved"] = True
     named = {**config, "rope_parameters": parameters}
-    # A thinker that was saved alone has no prefix.
+    # A thinker that was saved separately has no prefix.
     names = [name for name in shapes if name.startswith(f"{TALKER}.") == is_talker]
     stored = ExpertFormat.separate if has_separate_experts(names) else ExpertFormat.stacked
     moe = moe_config(named, stored, renormalize=bool(config.get("norm_topk_prob", True)))

@@ -1,4 +1,4 @@
-"""Qwen3-Omni: a thinker that reads features of media in the place of tokens, and what speaks its answers."""
+"""Qwen3-Omni: a thinker in which features of media replace tokens, and the networks that speak its answers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ DEFAULT_VOICE = "ethan"  # transformers' default too
 
 
 class OmniSpeech:
-    """The networks, whole on one rank: a frame of speech is small, and the other ranks have the thinker to compute.
+    """The speech networks, whole on one rank: a frame is little work, and the other ranks compute the thinker.
 
-    With `has_table`, rows of the thinker's embedding table are kept here too, because it is split over ranks there.
+    With `has_table` the thinker's embedding table is loaded here too, because the thinker's own is split over ranks.
     """
 
     samples_per_second = 24_000
@@ -61,35 +61,35 @@ class OmniSpeech:
         return self.turns.tts_pad
 
     def embed_of(self, model: DecoderModel) -> Embed:
-        """Rows of the thinker's table: this one's where there is one, else the model's."""
+        """Return the thinker's embedding table: the one here if there is one, else the model's."""
         return self.table or model.decoder.embed_tokens
 
     @property
     def voices(self) -> tuple[str, ...]:
-        """Their names, the default first."""
+        """Names of the voices, the default first."""
         return tuple(sorted(self.speakers, key=lambda name: (name != DEFAULT_VOICE, name)))
 
     def checkpoint_name(self, name: str) -> str | None:
-        """The name of a tensor that speaks; None for one of the thinker."""
+        """Return the name of a tensor of the speech networks; None for one of the thinker."""
         if self.table is not None and name == f"{self.table_name}.weight":
             return name
         return name if name.startswith((f"{TALKER}.", f"{CODE2WAV}.")) else None
 
     def prompt(self, inputs: ModelInputs, voice: str) -> TalkerPrompt:
-        """What the talker reads before an answer that is spoken by `voice`, one of `voices`."""
+        """Return the talker's rows before an answer that is spoken by `voice`, one of `voices`."""
         speaker = self.speakers[voice]
         return talker_prompt(inputs.token_ids, inputs.positions, self.turns, self.codec, speaker, self.media_ids)
 
 
 def build_speech(config: Config, shapes: Shapes, *, has_table: bool) -> OmniSpeech | None:
-    """The networks that a whole model's config describes; None where it has no voice."""
+    """Return the speech networks that a whole model's config describes; None if it has no voice."""
     whole = OmniConfig.from_dict(config, shapes)
     has_voice = whole.talker is not None and bool(whole.talker.speakers)
     return OmniSpeech(whole, has_table=has_table) if has_voice else None
 
 
 TEXT, VISION, AUDIO = "model", "visual", "audio_tower"
-# What the vision tower's mergers are called here, by their names in Qwen3-VL, whose tower it is.
+# Our names of the vision tower's mergers, which are Qwen3-VL's, by their names in this checkpoint.
 _MERGER_NAMES = {
     "merger_list.": "deepstack_merger_list.",
     ".ln_q.": ".norm.",
@@ -99,7 +99,7 @@ _MERGER_NAMES = {
 
 
 class OmniThinker(DecoderModel):
-    """Reads and hears; writes text."""
+    """The thinker: reads text and media, and generates text."""
 
     num_position_axes = 3
     cross_spec = None
@@ -114,7 +114,7 @@ class OmniThinker(DecoderModel):
         self.audio = AudioTower(AUDIO, config.audio)
 
     def checkpoint_name(self, name: str) -> str | None:
-        """Without the thinker's prefix; the voice is no part of this model."""
+        """Return the name without the thinker's prefix; None for tensors of the speech networks."""
         if name.startswith((f"{TALKER}.", f"{CODE2WAV}.")):
             return None
         name = name.removeprefix(f"{THINKER}.")
@@ -127,7 +127,7 @@ class OmniThinker(DecoderModel):
         return self.decoder(batch)
 
     def encode(self, batch: MediaBatch) -> list[Tensor]:
-        """Of pictures and videos with what deepstack adds; of sounds without: they have none."""
+        """Return the features of each item; those of pictures and videos include deepstack's, sounds have none."""
         features: dict[int, Tensor] = {}
         for tower, is_sound in ((self.vision, False), (self.audio, True)):
             order = [i for i, item in enumerate(batch.items) if (item.kind == "audio") == is_sound]

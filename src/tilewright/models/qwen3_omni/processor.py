@@ -1,4 +1,4 @@
-"""Messages or prompts with pictures, videos and sounds to what the thinker reads: ids, positions, patches, mel."""
+"""Turns messages or prompts with media into the thinker's inputs: ids, positions, patches, mel frames."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ from tilewright.models.text_config import integer
 from tilewright.ops.media import HOP, MIN_SAMPLES, SAMPLE_RATE, WINDOW, log_mel
 from tilewright.types import MediaKind, RequestError, Span
 
-# Merged patches of one frame, and of all frames of a video together: what the released processor is called with.
+# Merged patches of one frame, and of all frames of a video: the arguments of the released processor.
 _MIN_FRAME_TOKENS, _MAX_FRAME_TOKENS = 128, 768
 _MAX_VIDEO_TOKENS = 115_200
-# So many windows of attention are encoded at once: 32 seconds with the released config, as much work as a picture of
-# 500 x 500. A longer sound goes on in the next step, so that others' answers do not wait for all of it.
+# Windows of attention encoded at once: 32 seconds with the released config, as much work as a picture of 500 x 500. A
+# longer sound continues in the next step, so that other answers do not wait for all of it.
 _WINDOWS_PER_PIECE = 4
-# The tower does twice as much for a feature of a sound as that of pictures for a patch, which budgets are counted in.
+# Budgets are counted in patches; the tower does twice as much work for a feature of a sound as for a patch of a
+# picture.
 ROWS_PER_FEATURE = 2
 
 
 @dataclass(frozen=True)
 class SoundPreprocessing:
-    """How samples become mel frames. All of it is part of a sound's key."""
+    """The conversion of samples to mel frames. All of it is part of a sound's key."""
 
     num_mel_bins: int
     frames_per_chunk: int
@@ -50,7 +51,7 @@ class SoundPreprocessing:
 
     @classmethod
     def read(cls, audio: AudioConfig, folder: str | Path | None) -> SoundPreprocessing:
-        """The config's; a folder's file must say the same, and Whisper's window, hop and rate."""
+        """Read the config; a folder's file must agree with it, and with Whisper's window, hop and rate."""
         expected = {
             "feature_size": audio.num_mel_bins,
             "n_fft": WINDOW,
@@ -66,7 +67,7 @@ class SoundPreprocessing:
         return cls(audio.num_mel_bins, frames, frames * audio.chunks_per_window * _WINDOWS_PER_PIECE)
 
     def num_samples(self, sound: Sound) -> int:
-        """How many are read: what is decoded is cut, or filled up with zeros, to as many as the file says it has."""
+        """Return how many samples are read: decoded sound is cut or padded to the length its file states."""
         num_samples = round(sound.duration_s * SAMPLE_RATE)
         if num_samples < MIN_SAMPLES:
             shortest_ms = MIN_SAMPLES * 1000 / SAMPLE_RATE
@@ -76,12 +77,12 @@ class SoundPreprocessing:
         return num_samples
 
     def pieces(self, num_frames: int) -> list[tuple[int, int]]:
-        """The mel frames [begin, end) of each piece that is encoded by itself: whole windows, and the rest."""
+        """Return the mel frames [begin, end) of each piece that is encoded separately: whole windows, and the rest."""
         step = self.frames_per_piece
         return [(begin, min(begin + step, num_frames)) for begin in range(0, num_frames, step)]
 
     def chunk_length(self, num_frames: int) -> int:
-        """Frames that the chunks of a sound are filled up to: a sound shorter than one is not filled up."""
+        """Return the frames that the chunks of a sound are padded to; a sound shorter than a chunk is not padded."""
         return min(num_frames, self.frames_per_chunk)
 
 
@@ -91,7 +92,7 @@ def _read_settings(folder: Path) -> Mapping[str, Any]:
 
 
 def frame_indices(num_frames: int, fps: float, settings: Preprocessing) -> list[int]:
-    """The frames of a video that are read: whole groups of them, evenly from the first one on."""
+    """Return the frames of a video that are read: whole groups, evenly spread from the first frame on."""
     group = settings.temporal_patch_size
     most = min(settings.max_frames, num_frames) // group * group
     wanted = min(max(num_frames / fps * settings.fps, settings.min_frames), most)
@@ -100,7 +101,7 @@ def frame_indices(num_frames: int, fps: float, settings: Preprocessing) -> list[
 
 
 def frame_size(video: Video, num_sampled: int, settings: Preprocessing) -> tuple[int, int]:
-    """The height and width of each frame. The budget is a frame's own, and less than that where there are many."""
+    """Return the height and width of each frame, within the budget of a frame, and of all frames."""
     share = _MAX_VIDEO_TOKENS * settings.temporal_patch_size // num_sampled
     most = max(min(_MAX_FRAME_TOKENS, share), int(_MIN_FRAME_TOKENS * 1.05))
     area = settings.factor**2
@@ -109,7 +110,7 @@ def frame_size(video: Video, num_sampled: int, settings: Preprocessing) -> tuple
 
 
 def seconds_per_group(video: Video, num_sampled: int, settings: Preprocessing) -> float:
-    """How much of a video's time a group of its frames stands for."""
+    """Return how much of a video's time one group of its frames covers."""
     return video.num_frames / video.fps / num_sampled * settings.temporal_patch_size
 
 
@@ -122,10 +123,10 @@ def place(
     merge_size: int,
     positions_per_second: int,
 ) -> Placement:
-    """The prompt with every medium in the place of its placeholder, those of a kind in order.
+    """Return the prompt with every medium in place of its placeholder, those of each kind in order.
 
-    A medium has one placeholder, or as many as it has features. A video with its sound has one: between the tokens
-    around it stand those around a sound, then the features of both, by the time at which they are seen and heard.
+    A medium has one placeholder, or as many as it has features. A video with its sound has one: the tokens around a
+    sound are nested in those around a video, and the features of both are ordered by time.
     """
     kinds: dict[int, MediaKind] = {tokens.image: "image", tokens.video: "video", tokens.audio: "audio"}
     waiting = {kind: [medium for medium in media if medium.kind == kind] for kind in kinds.values()}
@@ -153,10 +154,10 @@ def place(
 
 
 class _Prompt:
-    """Token ids and positions, written from left to right.
+    """Token ids and positions, appended from left to right.
 
-    Text and sound count up on all three axes. Frames run over rows and columns, and are at the time at which they are
-    shown. What follows goes on behind the latest of the positions of what came last.
+    Text and sound count up on all three axes. Frames run over rows and columns, at the time they are shown. The next
+    part continues after the largest position of the previous one.
     """
 
     def __init__(self, tokens: MediaTokens, audio: AudioConfig, merge_size: int, positions_per_second: int) -> None:
@@ -165,7 +166,7 @@ class _Prompt:
         self._ids: list[int] = []
         self._positions: list[np.ndarray] = []
         self._next_position = 0
-        self._spans: dict[int, tuple[PreparedMedium, list[Span]]] = {}  # by identity: a medium may come twice
+        self._spans: dict[int, tuple[PreparedMedium, list[Span]]] = {}  # by identity: a medium may occur twice
 
     def add_text(self, ids: Sequence[int]) -> None:
         self._ids += ids
@@ -173,7 +174,7 @@ class _Prompt:
         self._next_position += len(ids)
 
     def add_medium(self, medium: PreparedMedium, start: int, length: int) -> None:
-        """In the place of a run of `length` placeholders, which begins at token `start`."""
+        """Append a medium in place of `length` placeholders from token `start` on."""
         num_features = self._num_features(medium)
         is_joined = medium.kind == "video" and medium.sound
         if length not in ({1} if is_joined else {1, num_features}):
@@ -200,11 +201,11 @@ class _Prompt:
         return groups * rows * columns // self._merge_size**2
 
     def _time(self, medium: PreparedMedium, group: int) -> int:
-        """Of a group of frames, in positions after the beginning of its video; a picture is at its beginning."""
+        """Return the time of a group of frames, in positions after its video's start; 0 for a picture."""
         return int(medium.times_s[group] * self._positions_per_second) if medium.times_s else 0
 
     def _add_joined(self, video: PreparedMedium) -> None:
-        """A video and its sound: at one time frames come first."""
+        """Append a video and its sound by time; at the same time frames come first."""
         self.add_text([self._tokens.audio_start])
         sound, first = _Sound(video.sound, self._audio), self._next_position
         for group in range(video.grid[0]):
@@ -217,7 +218,7 @@ class _Prompt:
         self.add_text([self._tokens.audio_end])
 
     def _add_sound(self, sound: _Sound, count: int, first: int) -> None:
-        """The next features of a sound whose first one is at `first`."""
+        """Append the next features of a sound whose first feature is at position `first`."""
         begin = first + sound.num_taken
         for piece, length in sound.take(count):
             self._add_span(piece, Span(len(self._ids), length))
@@ -226,7 +227,7 @@ class _Prompt:
         self._next_position = begin + count
 
     def _add_group(self, medium: PreparedMedium, group: int, first: int) -> None:
-        """A picture, or a group of frames of a video whose corner at its beginning is at `first`."""
+        """Append a picture, or a group of frames of a video that starts at position `first`."""
         rows, columns = (side // self._merge_size for side in medium.grid[1:])
         self._add_span(medium, Span(len(self._ids), rows * columns))
         self._ids += [self._tokens.image if medium.kind == "image" else self._tokens.video] * (rows * columns)
@@ -244,7 +245,7 @@ class _Prompt:
 
 
 class _Sound:
-    """The features of a sound's pieces, taken from the front."""
+    """Remaining features of a sound's pieces."""
 
     def __init__(self, pieces: Sequence[PreparedMedium], audio: AudioConfig) -> None:
         self._left = [(piece, audio.num_features(piece.grid[1])) for piece in pieces]
@@ -252,7 +253,7 @@ class _Sound:
         self.num_left = sum(count for _, count in self._left)
 
     def take(self, count: int) -> Iterator[tuple[PreparedMedium, int]]:
-        """The pieces that the next `count` features are of, and how many of each."""
+        """Yield the pieces of the next `count` features, with the number of each."""
         self.num_taken += count
         self.num_left -= count
         while count:
@@ -309,7 +310,7 @@ class OmniProcessor(Qwen3VlProcessor):
         return dataclasses.replace(medium, sound=sound.sound)
 
     def _prepare_sound(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
-        """The sound in pieces that are encoded by themselves; the pieces have the rows, the whole has none."""
+        """Return the sound in pieces that are encoded separately; the rows belong to the pieces."""
         sound, settings = self.opener.open_audio(part, self.limits, SAMPLE_RATE, fetch), self.sound
         mel = _MelFrames(sound, settings.num_samples(sound), settings.num_mel_bins)
         chunk, key = settings.chunk_length(mel.num_frames), (mel.num_frames, settings)
@@ -362,7 +363,7 @@ class OmniProcessor(Qwen3VlProcessor):
         return dataclasses.replace(self._sound_sizes(num_frames), num_features=sum(counts))
 
     def _sound_sizes(self, num_frames: int) -> ValueSizes:
-        """Of a piece that is encoded by itself."""
+        """Return the sizes of a piece that is encoded separately."""
         num_features = self.audio.num_features(num_frames)
         return ValueSizes(
             num_rows=num_frames,
@@ -385,7 +386,7 @@ class OmniProcessor(Qwen3VlProcessor):
 
 
 class _MelFrames:
-    """The mel frames of a sound, made when the first piece of it is written, and kept until the last one is."""
+    """Mel frames of a sound, computed when its first piece is written, and kept until the last one is."""
 
     def __init__(self, sound: Sound, num_samples: int, num_bins: int) -> None:
         self._sound, self._num_samples, self._num_bins = sound, num_samples, num_bins
@@ -393,7 +394,7 @@ class _MelFrames:
         self._frames: Tensor | None = None
 
     def writer(self, begin: int, end: int) -> Callable[[Tensor], None]:
-        """Writes the frames [begin, end) to rows of any width, one after the other."""
+        """Return a function that writes the frames [begin, end) contiguously to rows of any width."""
 
         def write(rows: Tensor) -> None:
             frames = self._frames

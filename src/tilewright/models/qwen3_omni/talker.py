@@ -1,19 +1,19 @@
-"""The talker: a decoder that reads what the thinker read and writes, and gives the codes of each frame of speech.
+"""The talker: a decoder over the thinker's input and output that predicts the codes of each frame of speech.
 
 It has no text of its own. A row of its input is the sum of a text row (a row of the thinker's embedding table, or the
-thinker's hidden state of a medium's token, projected to the talker's width) and of a codec row (embeddings of the codes
-of the last frame, or of a codec token):
+thinker's hidden state of a medium's token, projected to the talker's width) and of a codec row (embeddings of the last
+frame's codes, or of a codec token):
 
     rows of user turns | <|im_start|> assistant \\n | pad pad pad pad | bos | the answer's first token
                                                       codec tokens: nothink, think_bos, think_eos, speaker, pad, bos
 
-Text rows are ids of the thinker's vocabulary; the codec tokens are added to the last six rows. Afterwards every row has
+Text rows are ids of the thinker's vocabulary; the codec tokens are added to the last six rows. After that every row has
 the next token of the answer, the end of text after the last, and padding from then on. System prompts and earlier
 answers are left out.
 
-The code predictor is a small decoder that gives the codes of a frame after the first, one after the other. It reads the
-talker's hidden state and the embedding of the first code, then its own codes. Nothing is carried from frame to frame.
-Frames of several voices are predicted together, each in a page of its own.
+The code predictor is a small decoder that predicts the codes of a frame after the first, one by one. It reads the
+talker's hidden state and the embedding of the first code, then its own codes. It keeps nothing between frames. Frames
+of several voices are predicted together, each in its own page.
 
 Legend of shape suffixes: T packed rows, D model width, W the thinker's width, B voices, Q codes of a frame, V codes of
 a codebook.
@@ -54,10 +54,10 @@ def talker_prompt(
     speaker: int,
     media_ids: Collection[int],
 ) -> TalkerPrompt:
-    """Made from a prompt of the thinker and its rope positions [A, T].
+    """Return the talker's prompt for a prompt of the thinker and its rope positions [A, T].
 
-    Positions are as if the turns left out were not there: a turn takes as many as it does in the thinker's prompt.
-    RequestError if the prompt does not end with the beginning of an answer.
+    Positions skip the turns that are left out: a turn takes as many as in the thinker's prompt. RequestError if the
+    prompt does not end with the beginning of an answer.
     """
     starts = [i for i, token_id in enumerate(token_ids) if token_id == turns.im_start]
     header = tuple(token_ids[starts[-1] : starts[-1] + NUM_HEADER_TOKENS]) if starts else ()
@@ -68,7 +68,7 @@ def talker_prompt(
     answer = starts[-1]
     rows: list[int] = []
     places: list[np.ndarray] = []
-    num_before = 0  # positions that the turns so far take
+    num_before = 0  # positions of the turns so far
     for start, stop in itertools.pairwise(starts):
         if token_ids[start + 1] == turns.user:
             first = positions[:, start].max()
@@ -90,7 +90,7 @@ def talker_prompt(
 
 
 class CodePredictor:
-    """A head and a table of embeddings for each code but the first, around one decoder."""
+    """A head and an embedding table for each code but the first, around one decoder."""
 
     def __init__(self, config: CodePredictorConfig, name: str = f"{TALKER}.code_predictor") -> None:
         decoder = config.decoder
@@ -108,14 +108,14 @@ class CodePredictor:
         self.ropes = ropes_of(decoder.layers)
         self._kv = KvSpec(kv_layers_of(self.layers))
         self._page_size = -(-self.num_codes // TILE_DEPTH) * TILE_DEPTH
-        self._caches: tuple[KvCache, ...] = ()  # a page for each voice; larger ones when there are more voices
-        self._batches: dict[int, list[Batch]] = {}  # by the number of voices, one for each code
+        self._caches: tuple[KvCache, ...] = ()  # a page for each voice; reallocated when there are more voices
+        self._batches: dict[int, list[Batch]] = {}  # by number of voices, one for each code
 
     def predict(self, x_TD: Tensor, choose: Choose) -> tuple[list[Tensor], list[Tensor]]:
-        """The codes 1 to Q - 1 of one frame of each voice, each int64 [B], and their embeddings, each [B, D].
+        """Return codes 1 to Q - 1 of one frame of each voice, each int64 [B], and their embeddings, each [B, D].
 
-        Two rows of x are a voice's: what the talker's head read for the first code, and the talker's embedding of it.
-        They are overwritten. All that is done here are kernel calls, if `choose` is one: a frame can be recorded.
+        Each voice has two rows of x, which are overwritten: the talker's hidden state for the first code, and the
+        talker's embedding of it. Everything here is a kernel call, if `choose` is one, so a frame can be recorded.
         """
         num_voices = len(x_TD) // 2
         batches = self._batches_for(num_voices, x_TD.dtype)
@@ -126,11 +126,11 @@ class CodePredictor:
                 codes.append(choose(self.logits(x_TD, batches[i], i), i + 1).to(x_TD.device))
             rows.append(self.embeddings[i](codes[-1]))
             if i + 2 < self.num_codes:
-                x_TD = self.embeddings[i](codes[-1])  # once more: the layers overwrite it
+                x_TD = self.embeddings[i](codes[-1])  # embedded again: the layers overwrite it
         return codes, rows
 
     def logits(self, x_TD: Tensor, batch: Batch, i: int) -> Tensor:
-        """fp32 [B, V] of code i + 1, from the rows that are new with it; x is overwritten."""
+        """Return fp32 logits [B, V] of code i + 1 from its new rows; x is overwritten."""
         ropes = self.ropes.tables(batch.positions_AT)
         for layer, rope in zip(self.layers[:-1], ropes, strict=False):
             layer(x_TD, batch, rope)
@@ -138,7 +138,7 @@ class CodePredictor:
         return self.heads[i](self.norm(last), out_dtype=torch.float32)
 
     def _batches_for(self, num_voices: int, dtype: torch.dtype) -> list[Batch]:
-        """Which rows each pass has: the first two of a frame, then one after the other."""
+        """Return the batch of each pass: the first two rows of a frame, then one row each."""
         if not self._caches or self._caches[0].num_pages < num_voices or self._caches[0].data.dtype != dtype:
             self._caches = tuple(self._kv.empty_caches(num_voices, self._page_size, dtype))
             self._batches.clear()
@@ -148,7 +148,7 @@ class CodePredictor:
         return self._batches[num_voices]
 
     def _batch(self, num_voices: int, first: int, count: int) -> Batch:
-        """Rows [first, first + count) of every voice's frame; the last of each is asked for."""
+        """Return rows [first, first + count) of every voice's frame; the logits of each last row are wanted."""
         device = backend.device()
         voices, places = torch.arange(num_voices), torch.arange(first, first + count)
         ends = (voices + 1) * count
@@ -164,11 +164,11 @@ class CodePredictor:
         )
 
 
-NUM_SPECIAL = 1024  # the last ids of the codec's vocabulary are no codes
+NUM_SPECIAL = 1024  # the last ids of the codec's vocabulary are not codes
 
 
 class Projection:
-    """out(act(in(x))): rows of the thinker's width become rows of the talker's."""
+    """out(act(in(x))): projects rows of the thinker's width to the talker's."""
 
     def __init__(self, name: str, config: TalkerConfig) -> None:
         inner = config.projection.width
@@ -221,12 +221,12 @@ class Talker:
 
     @property
     def never_said(self) -> tuple[int, ...]:
-        """The codec's special ids but its end."""
+        """Special ids of the codec that must not be drawn: all but its end."""
         special = range(self.vocab_size - NUM_SPECIAL, self.vocab_size)
         return tuple(code for code in special if code != self.end_id)
 
     def hidden(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        """What the head reads of the rows that the batch asks for [R, D]; x is overwritten. Ids are not read."""
+        """Return the head's inputs for the rows that the batch asks for [R, D]; x is overwritten. Ids are not read."""
         rows = batch.logit_rows
         ropes = self.ropes.tables(batch.positions_AT)
         for layer, rope in zip(self.layers[:-1], ropes, strict=False):
@@ -238,13 +238,13 @@ class Talker:
         return out
 
     def logits(self, h_TD: Tensor) -> Tensor:
-        """fp32 [T, V] of what `hidden` gives."""
+        """Return fp32 logits [T, V] of the output of `hidden`."""
         return self.head(h_TD, out_dtype=torch.float32)
 
     def step(self, embed: Embed, text_ids_T: Tensor, codec_TD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What the head reads of each row, and fp32 logits, from the ids of its text and from its codec rows.
+        """Return the head's input of each row, and fp32 logits, from the row's text id and codec row.
 
-        Kernel calls alone: a step of one row for each voice can be recorded.
+        Everything is a kernel call, so a step of one row per voice can be recorded.
         """
         x_TD = self.text_projection(embed(text_ids_T))
         hidden_TD = self.hidden(add(x_TD, codec_TD, out=x_TD), batch)
@@ -253,10 +253,10 @@ class Talker:
     def complete_frames(
         self, hidden_BD: Tensor, first_codes_B: Tensor, choose: Choose, predict: Predict | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Frames of codes int64 [B, Q], and the codec rows [B, D] that they are for the step after.
+        """Return frames of codes int64 [B, Q], and their codec rows [B, D] for the next step.
 
-        Made from the first code of each and the hidden state it was chosen by. A codec row is the sum of the embeddings
-        of a frame's codes. `predict` stands in for the code predictor's own: one that is recorded.
+        They are predicted from the first code of each and the hidden state it was drawn from. A codec row is the sum of
+        the embeddings of a frame's codes. `predict` replaces the code predictor's own, by a recorded one.
         """
         embedded = self.codec_embedding(first_codes_B)
         rows = torch.stack((hidden_BD, embedded), dim=1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense and with experts: the vision tower's features take the place of tokens of a Qwen3 decoder."""
+"""Qwen3-VL, dense and with experts: the vision tower's features replace tokens of a Qwen3 decoder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tilewright.types import UnsupportedConfig
 from tilewright.weights.linear import ExpertFormat
 
 TEXT, VISION = "model.language_model", "model.visual"
-UNSAID = {"rope_theta": 500_000.0}  # what a config that leaves it out means
-HEAD_WIDTH = 128  # likewise, of a dense model
+UNSAID = {"rope_theta": 500_000.0}  # defaults of a config
+HEAD_WIDTH = 128  # default of a dense model's config
 
 
 class Qwen3Vl(DecoderModel):
@@ -74,12 +74,12 @@ def _build_moe(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Qwen3Vl
 
 
 def _expert_format(text_config: Config, shapes: Mapping[str, tuple[int, ...]]) -> ExpertFormat:
-    """As published the stacked experts are [E, inputs, outputs]; newer tools save them the other way, or apart."""
+    """Return how experts are stored: [E, inputs, outputs] as published; newer tools transpose or separate them."""
     if has_separate_experts(shapes):
         return ExpertFormat.separate
     width, inner = integer(text_config, "hidden_size"), integer(text_config, "moe_intermediate_size")
     published = {"gate_up_proj": (width, 2 * inner), "down_proj": (inner, width)}
-    # Both are asked: where the experts are as wide as the model, or half as wide, one of them is square.
+    # Both weights decide: if experts are as wide as the model, or half as wide, one of them is square.
     found = {
         (part, shape[1:]) for name, shape in shapes.items() if (part := name.rpartition(".experts.")[2]) in published
     }

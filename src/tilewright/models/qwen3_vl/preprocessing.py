@@ -1,4 +1,4 @@
-"""What a Qwen3-VL checkpoint says of its pictures and videos: sizes, sampling, timestamps."""
+"""Preprocessing of pictures and videos as a Qwen3-VL checkpoint describes it: sizes, sampling, timestamps."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tilewright.ops import media as image_ops
 from tilewright.ops.media import Filter
 from tilewright.types import RequestError
 
-_FILTERS: dict[int, Filter] = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+_FILTERS: dict[int, Filter] = {2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
 _MAX_ASPECT_RATIO = 200
 
-# What the released checkpoints say; for folders without the file.
+# The released checkpoints' values, for folders without the file.
 _DEFAULT_SIZES = {
     "image": {"shortest_edge": 65_536, "longest_edge": 16_777_216},
     "video": {"shortest_edge": 4_096, "longest_edge": 25_165_824},
@@ -28,7 +28,7 @@ _DEFAULT_SIZES = {
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How pixels of one kind become patches. All of it is part of a medium's key."""
+    """The conversion of pixels of one kind of media to patches. All of it is part of a medium's key."""
 
     min_pixels: int  # of a picture, or of all frames of a video together
     max_pixels: int
@@ -46,11 +46,11 @@ class Preprocessing:
 
     @property
     def factor(self) -> int:
-        """Sides are multiples of it: a merged patch."""
+        """Pixels on a side of a merged patch; sizes are multiples of it."""
         return self.patch_size * self.merge_size
 
     def patches(self, pixels: Tensor, size: tuple[int, int], **options: Any) -> Tensor:
-        """`ops.image.patches` of 8-bit RGB of any size, resized to that height and width."""
+        """Return `ops.image.patches` of 8-bit RGB of any size, resized to the given height and width."""
         return image_ops.patches(
             pixels,
             *size,
@@ -67,9 +67,9 @@ class Preprocessing:
 def read_preprocessing(
     kind: Literal["image", "video"], config: Mapping[str, Any], folder: str | Path | None
 ) -> Preprocessing:
-    """The settings of the folder's preprocessor files, the vision config's and the released ones where it has none.
+    """Read the folder's preprocessor files; missing entries are the vision config's, or the released ones.
 
-    Without a folder those in the config itself, as GGUF files have them.
+    Without a folder the entries in the config itself are used, as GGUF files have them.
     """
     settings = _read_settings(kind, Path(folder)) if folder is not None else _given_settings(kind, config)
     vision = config["vision_config"]
@@ -108,13 +108,13 @@ def read_preprocessing(
 
 
 def _given_settings(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the config says of pictures; their sizes are not those of videos, which count all frames."""
+    """Return the config's entries for pictures; their sizes do not apply to videos, which count all frames."""
     given = config.get("preprocessor_config") or {}
     return {name: value for name, value in given.items() if kind == "image" or not name.endswith("_pixels")}
 
 
 def _read_settings(kind: str, folder: Path) -> dict[str, Any]:
-    """The first that is there: the section of processor_config.json, the kind's own file, the one of pictures."""
+    """Return the first of: the section of processor_config.json, the kind's own file, the one for pictures."""
     section = read_optional_json(folder / "processor_config.json").get(f"{kind}_processor")
     if section:
         return dict(section)
@@ -124,15 +124,15 @@ def _read_settings(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def picture_size(height: int, width: int, settings: Preprocessing, name: str) -> tuple[int, int]:
-    """The size a picture is resized to: multiples of the merged patch, within the budget of pixels."""
+    """Return the size a picture is resized to: multiples of the merged patch, within the budget of pixels."""
     _check_aspect_ratio(height, width, name)
     return _fit(height, width, 1, 1, settings.factor, settings.min_pixels, settings.max_pixels)
 
 
 def video_size(num_frames: int, height: int, width: int, settings: Preprocessing, name: str) -> tuple[int, int]:
-    """The size of each of a video's frames: the budget is for all of them together."""
+    """Return the size of each of a video's frames; the budget is for all of them together."""
     factor, group = settings.factor, settings.temporal_patch_size
-    num_frames = max(num_frames, group)  # one frame is repeated to fill a group
+    num_frames = max(num_frames, group)  # a single frame is repeated to fill a group
     max_pixels = settings.max_pixels
     if settings.max_tokens_per_frame is not None:
         share = min(settings.max_tokens_per_frame * factor**2, settings.max_pixels // num_frames)
@@ -168,17 +168,17 @@ def _fit(
 
 
 def num_sampled_frames(num_frames: int, fps: float, settings: Preprocessing) -> int:
-    """How many of a video's frames are sampled."""
+    """Return how many of a video's frames are sampled."""
     wanted = int(num_frames / fps * settings.fps)
     return min(max(wanted, settings.min_frames), settings.max_frames, num_frames)
 
 
 def sample_indices(num_frames: int, num_sampled: int) -> list[int]:
-    """Indices spread evenly from the first frame to the last."""
+    """Return indices spread evenly from the first frame to the last."""
     return np.linspace(0, num_frames - 1, num_sampled).round().astype(int).tolist()
 
 
 def group_times(times_s: Sequence[float], group: int) -> list[float]:
-    """The time of each group of frames: midway between its first and its last; the last frame fills up its group."""
+    """Return the time of each group of frames, midway between its first and last; the last frame pads its group."""
     padded = [*times_s, *[times_s[-1]] * (-len(times_s) % group)]
     return [(padded[start] + padded[start + group - 1]) / 2 for start in range(0, len(padded), group)]

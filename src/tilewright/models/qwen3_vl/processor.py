@@ -1,4 +1,4 @@
-"""Messages or prompts with pictures and videos to what Qwen3-VL reads: ids, three axes of positions, patches."""
+"""Turns messages or prompts with pictures and videos into Qwen3-VL's inputs: ids, three axes of positions, patches."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def place(
     merge_size: int,
     encode: Callable[[str], list[int]],
 ) -> Placement:
-    """The prompt with every medium in the place of its placeholders, in order.
+    """Return the prompt with every medium in place of its placeholders, in order.
 
     A medium without times has one placeholder, or as many as it has features. One with times (a video) has one, which
-    becomes a time, a start, the features and an end for each group of frames; or each group has its run of
-    placeholders already.
+    becomes a time, a start, the features and an end for each group of frames; or each group already has its run of
+    placeholders.
     """
     runs = _runs(ids, placeholders.of_kind)
     waiting = {kind: _Waiting(kind, media, runs) for kind in placeholders.of_kind}
@@ -86,7 +86,7 @@ def place(
 
 
 class _Waiting:
-    """The media of a kind that have no place yet; one with times comes once per group where groups have runs."""
+    """Media of one kind that are not placed yet; one with times comes once per group if groups have runs."""
 
     def __init__(self, kind: MediaKind, media: Sequence[PreparedMedium], runs: Sequence[_Run]) -> None:
         self.kind = kind
@@ -110,10 +110,10 @@ def _check_run(medium: PreparedMedium, start: int, length: int, allowed: set[int
 
 
 class _Prompt:
-    """Token ids and positions, written from left to right.
+    """Token ids and positions, appended from left to right.
 
-    Text counts up on all three axes. A group of patches stays at one time and runs over its rows and columns; text goes
-    on behind the longer of the two.
+    Text counts up on all three axes. A group of patches stays at one time and runs over its rows and columns; text
+    continues after the longer of the two.
     """
 
     def __init__(self, merge_size: int) -> None:
@@ -121,7 +121,7 @@ class _Prompt:
         self._ids: list[int] = []
         self._positions: list[np.ndarray] = []
         self._next_position = 0
-        self._spans: dict[int, tuple[PreparedMedium, list[Span]]] = {}  # by identity: a picture may come twice
+        self._spans: dict[int, tuple[PreparedMedium, list[Span]]] = {}  # by identity: a picture may occur twice
 
     def add_text(self, ids: Sequence[int]) -> None:
         self._ids += ids
@@ -130,7 +130,7 @@ class _Prompt:
         self._next_position += len(ids)
 
     def group_length(self, medium: PreparedMedium) -> int:
-        """How many features a picture, or a group of a video's frames, has."""
+        """Return the number of features of a picture, or of a group of a video's frames."""
         return medium.grid[1] * medium.grid[2] // self._merge_size**2
 
     def add_group(self, token_id: int, medium: PreparedMedium) -> None:
@@ -147,7 +147,7 @@ class _Prompt:
 
 
 def _runs(ids: Sequence[int], of_kind: Mapping[MediaKind, int]) -> list[_Run]:
-    """Every run of equal placeholders."""
+    """Return every run of equal placeholders."""
     kinds = {token_id: kind for kind, token_id in of_kind.items()}
     found: list[_Run] = []
     for index, token_id in enumerate(ids):
@@ -182,7 +182,7 @@ class Qwen3VlProcessor(MediaProcessor):
         self._feature_width = vision.num_outputs * vision.output_width
         self.image = read_preprocessing("image", config, folder)
         self.video = read_preprocessing("video", config, folder)
-        # A row is a patch of a picture; one of a video has as many rows as a group has frames.
+        # A row is a patch of a picture; a patch of a video takes as many rows as a group has frames.
         buffer = MediaBuffer(NUM_CHANNELS * self.image.patch_size**2, dtype)
         super().__init__(tokenizer, template, limits, opener, buffer)
         self.placeholders = Placeholders(
@@ -196,7 +196,7 @@ class Qwen3VlProcessor(MediaProcessor):
         return self.placeholders.start, self.placeholders.of_kind["image"], self.placeholders.end
 
     def _place(self, ids: Sequence[int], media: Sequence[PreparedMedium]) -> Placement:
-        """A placeholder may also be expanded already, to exactly as many tokens as its medium has features."""
+        """Place the media; a placeholder may already be expanded to as many tokens as its medium has features."""
         return place(ids, media, self.placeholders, self.image.merge_size, self.tokenizer.encode)
 
     def _prepare(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
@@ -229,7 +229,7 @@ class Qwen3VlProcessor(MediaProcessor):
         )
 
     def _check_given(self, given: Precomputed, name: str) -> None:
-        """RequestError for tiles, and for groups of frames without their times, or times without frames."""
+        """Raise RequestError for tiles, and for groups of frames without their times, or times without frames."""
         if given.tiling != (1, 1):
             raise RequestError(f"{name}: tiling is {given.tiling}, and this model cuts no picture into tiles")
         if given.kind == "image" and given.grid[0] != 1:
@@ -275,7 +275,7 @@ class Qwen3VlProcessor(MediaProcessor):
 
         def write(rows: Tensor) -> None:
             groups = _frame_groups(video.frames(sampled.indices), (height, width), settings)
-            # Group by group: a film's frames never lie in memory beside its patches.
+            # Group by group: a video's frames never lie in memory beside its patches.
             for frames, part_of_rows in zip(groups, rows.split(len(rows) // len(times_s)), strict=True):
                 _write_patches(frames, (height, width), group, settings, part_of_rows)
 
@@ -291,21 +291,21 @@ class Qwen3VlProcessor(MediaProcessor):
         )
 
     def _frame_indices(self, video: Video) -> Sequence[int]:
-        """The frames of a video that are read."""
+        """Return the frames of a video that are read."""
         num_sampled = num_sampled_frames(video.num_frames, video.fps, self.video)
         return sample_indices(video.num_frames, num_sampled)
 
     def _frame_size(self, video: Video, num_sampled: int) -> tuple[int, int]:
-        """The height and width that frames are resized to."""
+        """Return the height and width that frames are resized to."""
         return video_size(num_sampled, video.height, video.width, self.video, video.name)
 
     def _group_times(self, video: Video, sampled: SampledFrames) -> Sequence[float]:
-        """When each group of frames is shown."""
+        """Return when each group of frames is shown."""
         return group_times(sampled.times_s, self.video.temporal_patch_size)
 
 
 def _frame_groups(frames: Iterator[np.ndarray], size: tuple[int, int], settings: Preprocessing) -> Iterator[Tensor]:
-    """Frames resized, as many as a group has [frames, height, width, 3]; the last frame fills up its group.
+    """Yield groups of resized frames [frames, height, width, 3]; the last frame pads its group.
 
     Each group is overwritten by the next one.
     """
@@ -325,6 +325,6 @@ def _frame_groups(frames: Iterator[np.ndarray], size: tuple[int, int], settings:
 def _write_patches(
     pixels: Tensor, size: tuple[int, int], temporal_patch_size: int, settings: Preprocessing, rows: Tensor
 ) -> None:
-    """What the encoder reads [N, 3 * frames of a group * P * P], of 8-bit RGB of any size."""
+    """Write the encoder's inputs [N, 3 * frames of a group * P * P] for 8-bit RGB of any size."""
     out = rows.view(-1, temporal_patch_size * rows.shape[1])
     settings.patches(pixels, size, temporal_patch_size=temporal_patch_size, out=out)

@@ -1,6 +1,6 @@
 """The vision tower of Qwen3-VL: patches of several pictures and videos in, features of each out, in one pass.
 
-N: patches of all media, in the order in which 2 x 2 neighbours merge. Attention stays within a frame.
+N: patches of all media, ordered by merged squares of 2 x 2. Attention stays within a frame.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tilewright.weights.spec import stacked
 
 EPS = 1e-6
 ROPE_THETA = 10000.0
-# Position embeddings of so many grids are kept: 9 MB each for a picture of 1024 x 1024 in the largest tower.
+# Grids whose position embeddings are cached: 9 MB each for a picture of 1024 x 1024 in the largest tower.
 MAX_CACHED_GRIDS = 8
 
 
@@ -75,7 +75,7 @@ class VisionConfig:
 
     @property
     def attention_width(self) -> int:
-        """Of what the heads attend to, side by side."""
+        """Width of the concatenated heads."""
         return self.num_heads * self.head_width
 
     @property
@@ -108,7 +108,7 @@ class VisionBlock:
         heads = own.heads("vision", config.num_heads, None, config.head_width)
         self.num_heads = heads.num_queries
         rows, attention_width = heads.queries.times(config.head_width), config.attention_width
-        # As stored q, k and v are one tensor, of which a rank has rows of each.
+        # q, k and v are stored as one tensor; a rank has rows of each.
         qkv = (f"{name}.attn.qkv", 3 * attention_width, stacked(rows, attention_width, 3))
         self.qkv = Linear([qkv], width, bias=True)
         self.output = Linear([(f"{name}.attn.proj", width)], attention_width, column_shard=rows, bias=True)
@@ -167,9 +167,9 @@ class VisionTower:
         self.position_embedding = functools.lru_cache(MAX_CACHED_GRIDS)(self._position_embedding)
 
     def __call__(self, batch: MediaBatch) -> list[Tensor]:
-        """Features [n, (1 + deepstack layers) * output width] of each medium: its own, then those of each layer."""
+        """Return features [n, (1 + deepstack layers) * output width] of each medium: its own, then each layer's."""
         config = self.config
-        # Those of a kind together, in the order of the buffer: neighbours there are multiplied where they lie.
+        # Items of a kind together, in buffer order: contiguous ones are multiplied in place.
         order = sorted(range(len(batch.items)), key=lambda i: (batch.items[i].kind, batch.items[i].first_row))
         items = [batch.items[i] for i in order]
         x_ND = self._embed_patches(batch, items)
@@ -180,7 +180,7 @@ class VisionTower:
         num_features, width = len(x_ND) // config.merge_size**2, config.output_width
         features = torch.empty(num_features, config.num_outputs * width, dtype=x_ND.dtype, device=x_ND.device)
         outputs = features.split(width, dim=1)
-        # Mergers go by the config's list, the decoder's layers by the depth at which the features were taken.
+        # Mergers follow the order of the config's list, the decoder's layers the depth of the features.
         mergers = dict(zip(config.deepstack_layers, self.deepstack_mergers, strict=True))
         taken = dict(zip(sorted(mergers), outputs[1:], strict=True))
         for i, block in enumerate(self.blocks):
@@ -193,7 +193,7 @@ class VisionTower:
         return [of_item[i] for i in range(len(order))]
 
     def _embed_patches(self, batch: MediaBatch, items: Sequence[MediaItem]) -> Tensor:
-        """Patch and position embeddings [N, D] of items sorted by kind: one product for each kind of weight."""
+        """Return patch and position embeddings [N, D] of items sorted by kind: one product for each kind of weight."""
         x_ND = empty((sum(math.prod(item.grid) for item in items), self.config.width), self.patch_embedding.dtype)
         first = 0
         for kind, group in itertools.groupby(items, key=lambda item: item.kind):
@@ -211,7 +211,7 @@ class VisionTower:
         return x_ND
 
     def _position_embedding(self, rows: int, columns: int) -> Tensor:
-        """The square table of learned positions, resampled bilinearly to a grid: [rows * columns, D]."""
+        """Return the square table of learned positions, resampled bilinearly to a grid: [rows * columns, D]."""
         side = self.config.positions_per_side
         table = self.positions.value.view(side, side, -1)
         place = patch_places((1, rows, columns), self.config.merge_size, table.device)
@@ -223,7 +223,7 @@ class VisionTower:
 
 
 def _taps(place: Tensor, count: int, side: int) -> list[tuple[Tensor, Tensor]]:
-    """The two table entries around each place of `count` on a line of `side`, corner on corner, and their shares."""
+    """Return the two table entries around each of `count` points on a line of `side`, corners aligned, with weights."""
     at = torch.linspace(0, side - 1, count, device=place.device)[place]
     low = at.long()
     share = at - low
@@ -231,7 +231,7 @@ def _taps(place: Tensor, count: int, side: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def patch_places(grid: tuple[int, int, int], merge_size: int, device: torch.device | None = None) -> Tensor:
-    """Row and column of each patch, int64 [2, N]: blocks of merge_size squared neighbours, one after the other."""
+    """Return row and column of each patch, int64 [2, N], ordered by squares of merge_size x merge_size."""
     frames, rows, columns = grid
     lines = torch.arange(rows, device=device), torch.arange(columns, device=device)
     place = torch.stack(torch.meshgrid(*lines, indexing="ij"))

@@ -1,4 +1,4 @@
-"""The text encoder of CLIP: a causal transformer with learned positions, of which FLUX.1 reads the state at the end.
+"""The text encoder of CLIP: a causal transformer with learned positions; FLUX.1 reads its state at the end token.
 
 T: tokens of all prompts, packed; D: width.
 """
@@ -26,7 +26,7 @@ from tilewright.ops.plan import scope
 from tilewright.types import RequestError, UnsupportedConfig
 from tilewright.weights.conv import Unpacked
 
-# The end's id in configs made before transformers 4.31. It is wrong there: the end is the highest id of a prompt.
+# The wrong end id of configs made before transformers 4.31: their end is the highest id of a prompt.
 OLD_END_ID = 2
 
 
@@ -41,7 +41,7 @@ class ClipTextConfig:
     max_positions: int
     eps: float
     activation: str
-    end_id: int  # OLD_END_ID: the highest id of a prompt instead
+    end_id: int  # OLD_END_ID stands for the highest id of a prompt
 
     @classmethod
     def from_dict(cls, config: Config) -> ClipTextConfig:
@@ -99,7 +99,7 @@ class ClipTextEncoder:
         self.norm = LayerNorm("final_layer_norm", config.width, config.eps)
 
     def encode(self, token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Hidden states [L_i, D] of each prompt."""
+        """Return hidden states [L_i, D] of each prompt."""
         prompts = PackedPrompts.of(token_ids)
         if prompts.longest > self.config.max_positions:
             raise RequestError(
@@ -112,7 +112,7 @@ class ClipTextEncoder:
         return prompts.split(self.norm(x_TD, out=torch.empty_like(x_TD)))
 
     def pool(self, token_ids: Sequence[Sequence[int]]) -> Tensor:
-        """The state at the first end of each prompt, [B, D]."""
+        """Return the state at the first end token of each prompt, [B, D]."""
         ends = [self._end(ids) for ids in token_ids]
         return torch.stack([states[end] for states, end in zip(self.encode(token_ids), ends, strict=True)])
 
@@ -123,7 +123,7 @@ class ClipTextEncoder:
         return ids.index(end_id)
 
     def checkpoint_name(self, stored_name: str) -> str | None:
-        """Older checkpoints have all in `text_model`, and a table of the numbers from 0 on beside the positions'."""
+        """Return the name without older checkpoints' prefix `text_model`; None for their table of position ids."""
         name = stored_name.removeprefix("text_model.")
         return None if name == "embeddings.position_ids" else name
 

@@ -1,7 +1,7 @@
 """A decoder-only language model that reads a packed batch of prompts once: hidden states, no cache, no head.
 
-Z-Image and FLUX.2 klein read Qwen3 so, Qwen-Image the text side of Qwen2.5-VL. Layers beyond the last that is read are
-neither made nor loaded.
+Z-Image and FLUX.2 klein use Qwen3 this way, Qwen-Image the text model of Qwen2.5-VL. Layers after the last that is read
+are neither built nor loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tilewright.types import UnsupportedConfig
 
 @dataclass(frozen=True)
 class PackedPrompts:
-    """Token ids of all prompts one after the other: T in all, of which prompt b has those from starts[b] on."""
+    """Concatenated token ids of all prompts, T in all; prompt b starts at starts[b]."""
 
     ids_T: Tensor  # int64
     positions_T: Tensor  # int64, of each within its prompt
@@ -51,7 +51,7 @@ class PackedPrompts:
         return max(self.lengths)
 
     def split(self, x_TD: Tensor) -> list[Tensor]:
-        """The rows of each prompt."""
+        """Return the rows of each prompt."""
         return list(x_TD.split(self.lengths))
 
 
@@ -61,8 +61,8 @@ MODEL_TYPES = ("qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3")
 class DecoderEncoder:
     """Hidden states of prompts.
 
-    `hidden_layers` count as transformers does: 0 is the embedding, i the result of layer i, of which the last is
-    normed; negative ones count from the end.
+    `hidden_layers` are numbered as in transformers: 0 is the embedding, i the result of layer i, the last of which is
+    normed; negative numbers count from the end.
     """
 
     def __init__(self, config: DecoderConfig, hidden_layers: Sequence[int] = (-1,)) -> None:
@@ -76,7 +76,7 @@ class DecoderEncoder:
 
     @property
     def width(self) -> int:
-        """Of one layer's hidden states."""
+        """Width of one layer's hidden states."""
         return self.config.width
 
     def checkpoint_name(self, name: str) -> str | None:
@@ -89,10 +89,10 @@ class DecoderEncoder:
         return None if rest and int(rest.partition(".")[0]) >= len(self.layers) else name
 
     def encode(self, token_ids: Sequence[Sequence[int]], lengths: Sequence[int] | None = None) -> list[Tensor]:
-        """Of each prompt [L_i, layers * D], the hidden states of the chosen layers side by side.
+        """Return for each prompt the concatenated hidden states of the chosen layers [L_i, layers * D].
 
-        `lengths`: how many tokens of each prompt are text; those after it are padding, which attends to the text and
-        is not attended to.
+        `lengths`: how many tokens of each prompt are text; those after it are padding, which attends to the text and is
+        not attended to.
         """
         counts = [len(ids) for ids in token_ids]
         batch = _batch(counts, counts if lengths is None else lengths, backend.device())
@@ -101,11 +101,11 @@ class DecoderEncoder:
         return list(self._states(x_TD, positions_T.expand(self.ropes.num_axes, -1), batch).split(counts))
 
     def _embedded(self, token_ids: Sequence[Sequence[int]]) -> Tensor:
-        """[T, D] of all prompts."""
+        """Return the embeddings [T, D] of all prompts."""
         return self.embed_tokens(torch.tensor([token for ids in token_ids for token in ids], device=backend.device()))
 
     def _states(self, x_TD: Tensor, positions_AT: Tensor, batch: UncachedBatch) -> Tensor:
-        """[T, layers * D]; updates x."""
+        """Return the chosen layers' states [T, layers * D]; updates x."""
         ropes = self.ropes.tables(positions_AT.contiguous().to(backend.device()))
         states = empty((len(x_TD), len(self.hidden_layers) * self.width), x_TD.dtype)
         self._keep(states, 0, x_TD)
@@ -123,12 +123,12 @@ class DecoderEncoder:
 
 
 def build(config: Mapping[str, Any], hidden_layers: Sequence[int] = (-1,)) -> DecoderEncoder:
-    """The encoder that a text encoder's config.json describes."""
+    """Return the encoder that a text encoder's config.json describes."""
     return DecoderEncoder(text_side(config), hidden_layers)
 
 
 def text_side(config: Mapping[str, Any]) -> DecoderConfig:
-    """The language model of a text encoder's config.json."""
+    """Return the language model of a text encoder's config.json."""
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
         raise UnsupportedConfig(f"model_type is {model_type!r}, expected one of {', '.join(MODEL_TYPES)}")

@@ -2,9 +2,9 @@
 
 T: tokens of all prompts, packed; D: width; H: heads; L: tokens of the longest prompt.
 
-Positions enter as a number per head that is added to the score of a query and a key, by their distance: T5 has one
-table of them for all layers, UMT5 one per layer. A prompt attends to itself alone, so padding that a pipeline masks is
-simply left out; where it is not masked (FLUX.1), it is part of the prompt's ids.
+Positions are a bias per head, added to the score of a query and a key by their distance: T5 has one table of them for
+all layers, UMT5 one per layer. A prompt attends only to itself, so padding that a pipeline masks is left out; if it is
+not masked (FLUX.1), it is part of the prompt's ids.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class T5Config:
 
 
 def bucket_of(distances: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """The row of the bias table for each distance, key minus query: int64 in, int64 out.
+    """Return the row of the bias table for each distance, key minus query: int64 in, int64 out.
 
-    Half of the rows are for keys after the query. Of each half, near distances have a row each, and the others share
-    rows by their logarithm up to max_distance, from which on all are one. In fp32, as the models were trained: the
-    rounding decides between two rows.
+    Half of the rows are for keys after the query. In each half, near distances have a row each, and others share rows
+    by their logarithm up to max_distance, from which on all share one. In fp32, as the models were trained: rounding
+    decides between two rows.
     """
     per_side = num_buckets // 2
     near = per_side // 2
@@ -98,7 +98,7 @@ def bucket_of(distances: Tensor, num_buckets: int, max_distance: int) -> Tensor:
 
 
 class PositionBias:
-    """What is added to the scores of this rank's heads."""
+    """Biases for the scores of this rank's heads."""
 
     def __init__(self, name: str, config: T5Config) -> None:
         self.config = config
@@ -106,12 +106,15 @@ class PositionBias:
         self._heads = partition.current().heads("attention", config.num_heads, None, config.head_width).queries
 
     def of_length(self, length: int) -> Tensor:
-        """[1, H, length, length]: for prompts of up to that many tokens. 32 MB for 512 of UMT5-XXL in bf16."""
+        """Return the biases [1, H, length, length] of prompts of up to `length` tokens.
+
+        They take 32 MB for 512 tokens of UMT5-XXL in bf16.
+        """
         config, table = self.config, self.table.value
         distances = torch.arange(1 - length, length, device=table.device)
         rows = bucket_of(distances, config.num_buckets, config.max_distance)
         by_distance = along(table, 1, self._heads)[rows].t().contiguous()
-        # Each window of `length` distances is a query's row, that of the last query first.
+        # Each window of `length` distances is a query's row, the last query's first.
         return by_distance.unfold(1, length, 1).flip(1).contiguous()[None]
 
 
@@ -138,7 +141,7 @@ class T5Block:
         heads = self.num_heads
         qkv = self.qkv(self.attention_norm(x_TD)).view(len(x_TD), 3 * heads, self.config.head_width)
         q, k, v = qkv.split(heads, dim=1)
-        # Scores are not divided by the root of the head width: the weights have it.
+        # Scores are not divided by the root of the head width: it is folded into the weights.
         attended = varlen_attention(q, k, v, starts, scale=1.0, mask=bias_1HLL)
         self.output(attended.view(len(x_TD), -1), residual=x_TD, out=x_TD)
         inner = self.gate_up(self.mlp_norm(x_TD), activation=self.config.activation)
@@ -156,7 +159,7 @@ class T5Encoder:
         self.norm = RmsNorm("encoder.final_layer_norm", config.width, config.eps)
 
     def encode(self, token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Hidden states [L_i, D] of each prompt."""
+        """Return hidden states [L_i, D] of each prompt."""
         prompts = PackedPrompts.of(token_ids)
         x_TD = self.embedding(prompts.ids_T)
         bias_1HLL = self.biases[0].of_length(prompts.longest)
@@ -168,7 +171,7 @@ class T5Encoder:
         return prompts.split(self.norm(x_TD, out=torch.empty_like(x_TD)))
 
     def checkpoint_name(self, stored_name: str) -> str | None:
-        """The embedding is stored under one name or two, of which the second is a copy."""
+        """Return the name; None for the embedding's second name, a copy."""
         return None if stored_name == "encoder.embed_tokens.weight" else stored_name
 
 
