@@ -290,7 +290,7 @@ def test_connections_are_bounded_in_all(scripted, caplog, monkeypatch):
         wait_until(lambda: any("more connections" in record.getMessage() for record in caplog.records))
         assert send(f"{running.url}/health")[0] == 200
     lines = [record.getMessage() for record in caplog.records if record.name == connections.__name__]
-    assert lines[0].startswith("a connection of 127.0.0.1 was refused: 4 connections are open, the limit is 4")
+    assert lines[0].startswith("a connection from 127.0.0.1 was refused: 4 connections are open, the limit is 4")
     assert len(lines) == 2 and "more connections were refused in 0.5 s" in lines[1]  # not one for each
     assert b"connections_refused_total 0.0" not in running.handler.metrics.text(None, 0)
 

@@ -401,7 +401,7 @@ def test_what_takes_longer_than_a_request_may_is_refused_at_once(serve, gate):
     running = serve(gate, ServerSettings(request_timeout_s=20.0))
     client = running.client(max_retries=0)
     message = (
-        r"size: 512x256 takes about 85 s here \(as FakePictures says\), longer than the 20 s that this server gives a "
+        r"size: 512x256 takes about 85 s here \(as FakePictures says\), longer than the 20 s that this server allows a "
         r"request \(--request-timeout\); the largest that fit are 240x128 or 160x160$"
     )
     for more in ({}, {"stream": True}):

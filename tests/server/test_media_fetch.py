@@ -177,8 +177,8 @@ def test_redirects_to_other_schemes(location, public_loopback):
 @pytest.mark.parametrize(
     "url,reason",
     [
-        ("http://media.example\\@127.0.0.1/", "the URL has a space, a backslash or a control character in it"),
-        ("http://media.example/a\r\nX: y", "the URL has a space, a backslash or a control character in it"),
+        ("http://media.example\\@127.0.0.1/", "the URL has a space, a backslash or a control character"),
+        ("http://media.example/a\r\nX: y", "the URL has a space, a backslash or a control character"),
         ("http://media.example:99999/", "it is not a URL"),
         ("http://[::1/", "it is not a URL"),
         ("http:///a", "it has no valid host"),

@@ -94,7 +94,7 @@ def test_reasoning_is_no_part_of_it(scripted):
 
 
 def test_a_model_without_ears(chat_server):
-    with pytest.raises(openai.BadRequestError, match="takes text alone, and this needs a model that takes sound") as e:
+    with pytest.raises(openai.BadRequestError, match="accepts text only: this endpoint needs a model") as e:
         chat_server.client().audio.transcriptions.create(model="", file=FILE)
     assert e.value.param == "model" and e.value.code == "unsupported_model"
 

@@ -1,6 +1,6 @@
-"""The bodies of requests: OpenAI's fields, and common ones of other servers of open models.
+"""The bodies of requests: OpenAI's fields, and common fields of other servers of open models.
 
-`fields` says what happens with other fields; one that it does not name is refused.
+`fields` lists the other fields that are known; a field that it does not name is refused.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 def null_means(default: object) -> BeforeValidator:
-    """For a field with a default: clients send null for what they leave unset, as OpenAI's interface allows."""
+    """Return a validator that replaces null, which OpenAI's interface allows for an unset field, by its default."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 
 class Body(BaseModel):
-    """An object of a request. A fault of a field that it does not declare has the field's name in `ctx`.
+    """An object of a request. The error about an undeclared field has the field's name in `ctx`.
 
-    Values must have a field's type: "7" is no number, and 1 is not true.
+    Values must have the field's type: "7" is not accepted as a number, nor 1 as true.
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
 
-    others: ClassVar[fields.Rules | None] = {}  # the fields beside the declared ones; None: any, and they are used
+    others: ClassVar[fields.Rules | None] = {}  # rules for undeclared fields; None: all are accepted and used
 
     @field_validator("*", mode="before")
     @classmethod
     def _as_whole(cls, value: object) -> object:
-        """JSON has one type of numbers: 7.0 is the integer 7."""
+        """Convert 7.0 to the integer 7: JSON has one type of numbers."""
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
     @model_validator(mode="after")
@@ -57,7 +57,7 @@ class Body(BaseModel):
 
     @classmethod
     def declared(cls) -> list[str]:
-        """The names of its fields in JSON."""
+        """Return the names of the declared fields in JSON."""
         return [field.alias or name for name, field in cls.model_fields.items()]
 
 
@@ -71,7 +71,7 @@ class JsonSchema(Body):
     others = fields.JSON_SCHEMA
 
     name: str = "answer"
-    # `schema` would hide a method of BaseModel's.
+    # A field named `schema` would hide a method of BaseModel.
     json_schema: dict[str, Any] = Field(alias="schema", default_factory=dict)
     strict: bool | None = None
 
@@ -84,7 +84,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """A constraint on the answer's text; one of these."""
+    """A constraint on the answer's text: exactly one of the fields is set."""
 
     json_schema: dict[str, Any] | None = Field(alias="json", default=None)
     regex: str | None = None
@@ -93,7 +93,7 @@ class StructuredOutputs(Body):
 
 
 class MediaSettings(Body):
-    """How media are read, as vLLM takes it."""
+    """Settings for reading media, in vLLM's form."""
 
     use_audio_in_video: Annotated[bool, null_means(False)] = Field(
         default=False, description="true: the sound of videos is heard with their frames"
@@ -140,7 +140,7 @@ class GenerationBody(Body):
 
     @property
     def num_answers(self) -> int:
-        """How many answers are computed for it."""
+        """The number of answers to compute, over all prompts."""
         raise NotImplementedError
 
 
@@ -176,11 +176,11 @@ class SamplingBody(TextBody):
 
 
 class SpokenAnswer(Body):
-    """How an answer is spoken."""
+    """The voice and file format of a spoken answer."""
 
     voice: str | None = Field(default=None, max_length=100, description="null: the model's first")
     format: Literal["wav", "mp3", "opus", "flac", "aac", "pcm16"] | None = Field(
-        default=None, description="of the whole answer, wav unless said; a stream has pcm16: 24,000 samples a second"
+        default=None, description="wav by default; a stream has pcm16: 24,000 samples a second"
     )
 
 
@@ -199,19 +199,19 @@ class ChatBody(SamplingBody):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: Annotated[bool, null_means(True)] = True
     reasoning_effort: ReasoningEffort | None = Field(
-        default=None, description='"none": answers without reasoning; levels are for templates that know them'
+        default=None, description='"none": no reasoning; levels need a chat template that supports them'
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="arguments of the model's chat template, such as enable_thinking"
     )
-    enable_thinking: bool | None = Field(default=None, description="short for the same in chat_template_kwargs")
+    enable_thinking: bool | None = Field(default=None, description="short for chat_template_kwargs.enable_thinking")
     add_generation_prompt: Annotated[bool, null_means(True)] = Field(
         default=True, description="false: the prompt ends with the last message"
     )
     continue_final_message: Annotated[bool, null_means(False)] = Field(
-        default=False, description="true: the answer continues the last message, which is the assistant's"
+        default=False, description="true: the answer continues the last message, the assistant's"
     )
-    modalities: Texts | None = Field(default=None, description='["text", "audio"]: the answer is spoken too')
+    modalities: Texts | None = Field(default=None, description='["text", "audio"]: also speak the answer')
     audio: SpokenAnswer | None = None
     mm_processor_kwargs: MediaSettings | None = None
 
@@ -229,12 +229,12 @@ class ChatBody(SamplingBody):
 
     @cached_property
     def plain_tools(self) -> list[dict[str, Any]]:
-        """The tools as plain objects, for the template, the grammar and the parser."""
+        """The tools as dictionaries, for the template, the grammar and the parser."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
     @property
     def tools_in_use(self) -> list[dict[str, Any]]:
-        """The tools that may be called."""
+        """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.plain_tools
 
 
@@ -257,7 +257,7 @@ class CompletionBody(SamplingBody):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts as a list, also if one is given alone."""
+        """The prompts as a list, also if the request has a single one."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
@@ -299,7 +299,7 @@ class ResponsesBody(TextBody):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    max_tool_calls: int | None = Field(default=None, ge=1, description="of built-in tools, of which there are none")
+    max_tool_calls: int | None = Field(default=None, ge=1, description="limits built-in tools; there are none")
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -308,7 +308,7 @@ class ResponsesBody(TextBody):
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     include: Annotated[list[Includable], Field(fail_fast=True)] | None = Field(
-        default=None, description="reasoning is always there, in plain text; of built-in tools there is nothing"
+        default=None, description="reasoning is always included, as plain text; there are no built-in tools"
     )
     truncation: Literal["auto", "disabled"] | None = Field(
         default=None, description="an input that is too long is an error either way"

@@ -19,7 +19,7 @@ from tilewright.types import RequestError
 
 
 class SpokenSound:
-    """Samples as they come; `format` is that of the whole."""
+    """The sound of one answer, collected as it is generated; `format` is the format of the complete file."""
 
     def __init__(self, format: str) -> None:
         self._format = format
@@ -27,12 +27,12 @@ class SpokenSound:
         self._pieces: list[bytes] = []
 
     def add(self, pcm16: bytes) -> dict[str, Any]:
-        """What a chunk of a stream has of it."""
+        """Append samples; return the audio field of their stream chunk."""
         self._pieces.append(pcm16)
         return {"id": self._id, "data": base64.b64encode(pcm16).decode()}
 
     def result(self, *, transcript: str) -> dict[str, Any]:
-        """The whole; it is not stored, so that it expires at once."""
+        """Return the audio field of the complete answer. The server does not store it, so it expires at once."""
         data = encode(b"".join(self._pieces), AUDIO_RATE, self._format)
         return {
             "id": self._id,
@@ -57,7 +57,7 @@ class ChatWriter(ChunkWriter):
         self._ended: Ended | None = None
 
     def add(self, prompt_index: int, event: Started | AnswerDelta | Ended) -> Iterator[dict[str, Any]]:
-        """The chunks that an event makes; without `stream` they are not used."""
+        """Record an event and yield its stream chunks, which are ignored without `stream`."""
         if isinstance(event, Started):
             self._opens_reasoning = event.opens_reasoning
         elif isinstance(event, Ended):
@@ -69,7 +69,7 @@ class ChatWriter(ChunkWriter):
         return self._chunk([], usage=self._usage(), timings=self._timings())
 
     def result(self) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the complete answer."""
         choices = [self._choices[index].result(index) for index in sorted(self._choices)]
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage(), "timings": self._timings()}
 
@@ -107,15 +107,15 @@ class ChatWriter(ChunkWriter):
 
 
 class _Choice:
-    """One of the n answers, as far as it is generated."""
+    """The part of one of the n answers that is generated so far."""
 
     def __init__(self, parser: OutputParser, sound: SpokenSound | None) -> None:
         self._parser = parser
-        self.sound = sound  # of an answer that is spoken
+        self.sound = sound  # None unless the answer is spoken
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: list[ToolCallDelta] = []  # the first delta of each
-        self._arguments: list[list[str]] = []  # and the pieces of its arguments
+        self._calls: list[ToolCallDelta] = []  # the first delta of each call
+        self._arguments: list[list[str]] = []  # the pieces of its arguments
         self._logprobs: list[dict[str, Any]] | None = None
         self.finish_reason: str | None = None
 
@@ -158,7 +158,7 @@ class _Choice:
 
 
 def output_parser(body: ChatBody, model: ModelInfo, opens_reasoning: bool) -> OutputParser:
-    """Splits the text of one answer into reasoning, content and tool calls."""
+    """Return a parser that splits the text of one answer into reasoning, content and tool calls."""
     return OutputParser(
         tool_format=tool_format_of(model.template) if model.template and body.tools_in_use else None,
         tools=body.tools_in_use,
@@ -168,7 +168,7 @@ def output_parser(body: ChatBody, model: ModelInfo, opens_reasoning: bool) -> Ou
 
 
 def usage(ended: Sequence[Ended]) -> dict[str, Any]:
-    """The tokens of a request's prompts and answers."""
+    """Return the token counts of a request's prompts and answers."""
     num_prompt_tokens = sum(one.num_prompt_tokens for one in ended)
     num_output_tokens = sum(one.num_output_tokens for one in ended)
     return {
@@ -180,7 +180,7 @@ def usage(ended: Sequence[Ended]) -> dict[str, Any]:
 
 
 def timings(ended: Ended) -> dict[str, float]:
-    """The speed of an answer, which is not part of OpenAI's interface; unknown values are left out."""
+    """Return the times and speeds of an answer (not part of OpenAI's interface); unknown values are left out."""
     measured, num_later_tokens = ended.timings, ended.num_output_tokens - 1
     decode_s = measured.total_s - measured.first_token_s
     speeds = {
@@ -197,7 +197,7 @@ def timings(ended: Ended) -> dict[str, float]:
 
 
 def plain_messages(body: ChatBody) -> list[dict[str, Any]]:
-    """The messages as the engine takes them; RequestError for an unknown role, or a field that is refused."""
+    """Return the messages in the engine's form; raise RequestError for an unknown role or a refused field."""
     messages = [message.model_dump(exclude_unset=True) for message in body.messages]
     for number, message in enumerate(messages, 1):
         _check_message(message, f"messages[{number - 1}]")
@@ -213,7 +213,7 @@ def plain_messages(body: ChatBody) -> list[dict[str, Any]]:
     return messages
 
 
-# The parts that this server takes, with what they may have; `inputs.precomputed` checks the others.
+# The types of message parts and their fields; `inputs.precomputed` checks types that are not listed.
 _PART_FIELDS = {
     "text": ("type", "text"),
     "refusal": ("type", "refusal"),
@@ -225,7 +225,7 @@ _PART_FIELDS = {
 
 
 def _check_message(message: Mapping[str, Any], where: str) -> None:
-    """RequestError for a field of a message, or of a part of its content, that is refused."""
+    """Raise RequestError for a refused field of a message, or of a part of its content."""
     named = {name: value for name, value in message.items() if name in MESSAGE}
     _refuse(find_fault(named, MESSAGE, ()), where)
     content = message.get("content")
@@ -234,7 +234,7 @@ def _check_message(message: Mapping[str, Any], where: str) -> None:
         if fields is None:
             continue
         place = f"{where}.content[{index}]"
-        # `normalize` refuses the sizes and times that a medium would have for itself.
+        # `normalize` refuses sizes and times set for a single medium.
         more = {name: value for name, value in part.items() if name not in fields and name not in UNSERVED_KEYS}
         _refuse(find_fault(more, PART, fields), place)
         if isinstance(image := part.get("image_url"), dict):
@@ -283,5 +283,5 @@ def _token(token: bytes, logprob: float | None) -> dict[str, Any]:
 
 
 def finite(logprob: float | None) -> float | None:
-    """A log-probability as JSON can hold it: -inf becomes OpenAI's -9999."""
+    """Return a log-probability that JSON can hold: -inf becomes OpenAI's -9999."""
     return logprob if logprob is None or logprob > -9999.0 else -9999.0

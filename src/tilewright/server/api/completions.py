@@ -17,7 +17,7 @@ from tilewright.server.link.backend import AnswerDelta, Ended, ModelInfo, Spelle
 
 @dataclass
 class _Choice:
-    """One answer to one prompt, as far as it is generated."""
+    """The part of one answer to one prompt that is generated so far."""
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[SpelledLogprob] = field(default_factory=list)
@@ -26,10 +26,10 @@ class _Choice:
 
 
 class CompletionWriter(ChunkWriter):
-    """Writes the answers to one completion request: n for each prompt, numbered through.
+    """Writes the answers to one completion request: n per prompt, numbered consecutively over all prompts.
 
-    A streamed echo is sent when the answers to its prompt are complete: the prompt's text and log-probabilities come
-    with their end.
+    With echo, a stream sends each answer when all answers to its prompt are complete: the prompt's text and
+    log-probabilities arrive with their end.
     """
 
     def __init__(self, body: CompletionBody, model: ModelInfo) -> None:
@@ -43,7 +43,7 @@ class CompletionWriter(ChunkWriter):
         self._ended: dict[int, Ended] = {}
 
     def add(self, prompt_index: int, event: Started | AnswerDelta | Ended) -> Iterator[dict[str, Any]]:
-        """The chunks that an event makes; without `stream` they are not used."""
+        """Record an event and yield its stream chunks, which are ignored without `stream`."""
         if isinstance(event, Ended):
             self._ended[prompt_index] = event
             if self._body.echo:
@@ -63,7 +63,7 @@ class CompletionWriter(ChunkWriter):
         return self._chunk([], usage=self._usage())
 
     def result(self) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the complete answer."""
         choices = [self._whole(index) for index in sorted(self._choices)]
         return {**self._chunk(choices), "usage": self._usage()}
 
@@ -98,7 +98,7 @@ def _choice(index: int, text: str, logprobs: dict[str, Any] | None, finish_reaso
 
 
 class Offsets:
-    """The offset of each token in the text; a token within a character has the offset of that character."""
+    """Counts the text offset of each token; a token within a character has the offset of that character."""
 
     def __init__(self) -> None:
         self._num_characters = 0
@@ -111,7 +111,7 @@ class Offsets:
 
 
 def _logprobs(items: Sequence[SpelledLogprob], offsets: Offsets) -> dict[str, Any]:
-    """Parallel lists, as plain completions have them."""
+    """Return log-probabilities in the parallel lists of plain completions."""
     return {
         "tokens": [item.token.decode("utf-8", "replace") for item in items],
         "token_logprobs": [finite(item.logprob) for item in items],

@@ -1,4 +1,4 @@
-"""The endpoints that generate: the body each takes, its EngineRequests, and the writer of its answer.
+"""The endpoints that generate: the body of each, its EngineRequests, and the writer of its answer.
 
 `app` serves them over HTTP, `tilewright batch` from a file.
 """
@@ -39,27 +39,27 @@ class Gate(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """What a request is prepared with."""
+    """The model, media gate, history and limits that prepare a request."""
 
     model: ModelInfo
     gate: Gate
     history: ResponseHistory
     limits: MediaLimits = field(default_factory=MediaLimits)
-    hold: Hold = lambda num_bytes: None  # reserves memory for media, and may refuse; negative: gives some back
+    hold: Hold = lambda num_bytes: None  # reserves memory for media, or raises; negative: releases some
 
 
 class PreparedRequest(NamedTuple):
-    """What a request asks of the engine, and what makes the writer of its answer."""
+    """A request's EngineRequests, and a function that makes the writer of its answer."""
 
     requests: list[EngineRequest]
     make_writer: Callable[[], Writer]
 
 
 async def prepare_chat(body: ChatBody, context: Context, field: str = "messages") -> PreparedRequest:
-    """`field` is the request's name for its messages."""
+    """Prepare a chat request. `field` is the request's name for its messages, for errors."""
     try:
         messages = plain_messages(body)
-        body.messages = []  # the writer keeps the body: it would keep data: URLs that are not needed once decoded
+        body.messages = []  # the writer keeps the body: its data: URLs are not needed once decoded
         if (limits := context.model.text_limits) is not None:  # before anything is fetched, or sent to the engine
             limits.check_chat(messages, body.plain_tools, body.chat_template_kwargs)
         messages = await context.gate.resolve(messages, context.hold)
@@ -82,14 +82,14 @@ async def prepare_completion(body: CompletionBody, context: Context) -> Prepared
 async def prepare_response(body: ResponsesBody, context: Context) -> PreparedRequest:
     request = context.history.resolve(body.model_dump(exclude_unset=True, by_alias=True))
     chat = ChatBody.model_validate(chat_body(request))
-    # The writer keeps the request for the history, data: URLs included: they stay counted.
+    # The writer keeps the request for the history, with its data: URLs: their memory stays reserved.
     counting = replace(context, hold=lambda num_bytes: context.hold(max(num_bytes, 0)))
     requests, _ = await prepare_chat(chat, counting, field="input")
     return PreparedRequest(requests, partial(ResponsesWriter, request, chat, context.model, context.history))
 
 
 async def prepare_transcription(body: TranscriptionBody, context: Context) -> PreparedRequest:
-    context.hold(len(body.data))  # beside the form it is a part of
+    context.hold(len(body.data))  # in addition to the form that contains it
     request, make_writer = transcription_request(body, context.model, context.limits)
     return PreparedRequest([request], make_writer)
 
@@ -98,7 +98,7 @@ async def prepare_speech(body: SpeechBody, context: Context) -> PreparedRequest:
     request = speech_request(body, context.model)
     if (limits := context.model.text_limits) is not None:
         limits.check_chat(request.messages or (), None, None)
-    if body.stream and body.speed != 1:  # loads its library, for which the event loop should not wait
+    if body.stream and body.speed != 1:  # loads a library, which must not block the event loop
         await asyncio.to_thread(Tempo, AUDIO_RATE, body.speed)
     return PreparedRequest([request], partial(SpeechWriter, body))
 
@@ -114,7 +114,7 @@ ENDPOINTS = {
     "/v1/completions": Endpoint(CompletionBody, prepare_completion),
     "/v1/responses": Endpoint(ResponsesBody, prepare_response),
 }
-# A file goes in or comes out, which a file of batch requests cannot have.
+# Endpoints that read or return a file, which batch requests cannot contain.
 FILE_ENDPOINTS = {
     "/v1/audio/speech": Endpoint(SpeechBody, prepare_speech),
     "/v1/audio/transcriptions": Endpoint(TranscriptionBody, prepare_transcription),

@@ -1,7 +1,7 @@
-"""Fields of requests beside those that a body declares: what has no effect, what is refused, and what to use instead.
+"""Fields of requests that no body declares: which have no effect, which are refused, and what to use instead.
 
-No field is dropped in silence. One that the tables do not name is refused as unknown. The tables are the words of
-errors and, by `rows`, of docs/fields.md.
+No field is ignored silently: a field that the tables do not name is refused as unknown. The tables give the words of
+error messages and, through `rows`, of docs/fields.md.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ UNSUPPORTED, UNKNOWN = "unsupported_parameter", "unknown_parameter"  # OpenAI's 
 
 @dataclass(frozen=True)
 class Refused:
-    """A field that would change the answer: why it is not served, or what to use, and the values that change nothing.
+    """A field that would change the answer: why it is not supported or what to use, and the values that have no effect.
 
-    Null is one of them; so are false, 0 and empty values unless `is_harmless_when_empty` is false.
+    Null has no effect, nor do false, 0 and empty values unless `is_harmless_when_empty` is false.
     """
 
     reason: str
@@ -32,7 +32,7 @@ class Refused:
     code = UNSUPPORTED
 
     def fault(self, value: object) -> str | None:
-        """What is wrong with the value."""
+        """Return why the value is refused; None if it is accepted."""
         if value in self.harmless or (self.is_harmless_when_empty and not value):
             return None
         return f"which is not supported: {self.reason}"
@@ -40,7 +40,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """A field that is accepted and changes nothing: what it is about, and the values it may have; none given: any."""
+    """A field that is accepted and has no effect: its purpose, and the accepted values (empty: all)."""
 
     about: str
     values: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class NoEffect:
     code = "invalid_value"
 
     def fault(self, value: object) -> str | None:
-        """What is wrong with the value."""
+        """Return why the value is refused; None if it is accepted."""
         if not self.values or value in self.values:
             return None
         return f"expected {', '.join(self.values)}"
@@ -60,7 +60,7 @@ Rules = Mapping[str, Rule]
 
 @dataclass(frozen=True)
 class FieldFault:
-    """A field that is refused: OpenAI's code, and the message, which begins with the field's name."""
+    """A refused field: OpenAI's error code, and a message that begins with the field's name."""
 
     name: str
     message: str
@@ -68,7 +68,7 @@ class FieldFault:
 
 
 def find_fault(others: Mapping[str, Any] | None, rules: Rules, declared: Collection[str]) -> FieldFault | None:
-    """The first of the fields beside the `declared` ones that is refused; null is as if it were not there."""
+    """Return the first refused field of `others`, the undeclared fields, or None. Fields that are null are ignored."""
     for name, value in (others or {}).items():
         if value is None:
             continue
@@ -84,7 +84,7 @@ def find_fault(others: Mapping[str, Any] | None, rules: Rules, declared: Collect
 
 
 def rows(rules: Rules) -> Iterator[tuple[str, str]]:
-    """The tables for the documentation: names that share a rule, and what happens with them, refused ones first."""
+    """Yield rows for the documentation: names that share a rule, and the rule's description; refused fields first."""
     names_of: dict[str, list[str]] = {}
     for name, rule in sorted(rules.items(), key=lambda item: (isinstance(item[1], NoEffect), item[0])):
         names_of.setdefault(_described(rule), []).append(name)
@@ -116,7 +116,7 @@ _BESIDE = "its fields belong beside the others, by their names here"
 _FIXED = Refused("the server has one model, as it was started with")
 _TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 
-# OpenAI's fields about the customer and the service: no answer depends on them.
+# OpenAI's fields about the customer and the service, which do not change an answer.
 SERVICE: Rules = {
     "user": NoEffect("who asks"),
     "safety_identifier": NoEffect("who asks"),
@@ -172,7 +172,7 @@ ANSWERS: Rules = {
     **_each(Refused("the server passes nothing on"), ("vllm_xargs", "kv_transfer_params", "session_params")),
     **_each(_FIXED, ("lora", "lora_path", "lora_request", "models", "control_vectors")),
     **_each(Refused("prompts are not changed"), ("transforms", "plugins")),
-    # names of Ollama, llama.cpp and others for what has another name here
+    # other names of supported fields, as in Ollama and llama.cpp
     **_each(Refused("use max_tokens"), _LENGTHS),
     **_each(Refused("use min_tokens"), ("min_length", "min_new_tokens")),
     **_each(Refused("use stop"), ("stop_sequences", "stop_strings", "stop_words", "stop_regex")),
@@ -209,7 +209,7 @@ ANSWERS: Rules = {
         ("mirostat_eta", "mirostat_tau", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
          "dry_sequence_breakers", "xtc_threshold", "dynatemp_exponent", "smoothing_curve"),
     ),
-    # settings of a machine, and what clients send about themselves
+    # settings of the machine, and of the client itself
     **_each(
         NoEffect("how Ollama and llama.cpp run a model; --max-context is the context"),
         ("num_ctx", "num_batch", "num_keep", "num_gpu", "main_gpu", "num_thread", "low_vram", "use_mmap", "use_mlock",
@@ -228,7 +228,7 @@ ANSWERS: Rules = {
 
 
 def _without(rules: Rules, *names: str) -> Rules:
-    """The rules for a body that declares these fields."""
+    """Return the rules for a body that declares the fields `names`."""
     return {name: rule for name, rule in rules.items() if name not in names}
 
 
@@ -294,7 +294,7 @@ RESPONSES_REASONING: Rules = {
     "mode": Refused("there is one mode", ("standard",)),
 }
 
-# The refused fields of a message. Any other goes to the chat template: clients keep ids and notes in messages.
+# Refused fields of a message. All others go to the chat template: clients keep ids and notes in messages.
 MESSAGE: Rules = {
     "function_call": Refused("use tool_calls"),
     "audio": Refused("this server stores no sounds"),
@@ -312,7 +312,7 @@ IMAGE_URL: Rules = {
     "format": NoEffect("files say themselves what they are"),
 }
 
-# The items of an input of /v1/responses.
+# Items in the input of /v1/responses.
 ITEM: Rules = {
     **_each(NoEffect("what earlier responses wrote"), ("id", "status", "phase", "encrypted_content")),
     "caller": NoEffect("who called a function"),

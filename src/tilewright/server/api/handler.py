@@ -1,4 +1,4 @@
-"""What happens to a request for an answer: admitted, prepared, submitted to the engine."""
+"""Admits a request for an answer, prepares it and submits it to the engine."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from tilewright.server.link.pictures import PictureBackend
 from tilewright.server.media.gate import MediaGate
 from tilewright.types import EngineUnavailable
 
-# A step that takes this long hangs: those of the longest prompts take seconds.
+# A step that takes longer is reported as hanging: steps of the longest prompts take seconds.
 MAX_STEP_S = 300.0
-MAX_LOGGED = 10_000  # characters of a body in the log, with --log-content: pictures have more
+MAX_LOGGED = 10_000  # characters of a body in the log, with --log-content: pictures are longer
 
 
 class ApiHandler:
-    """Answers requests: from a checked body to a response that is being written."""
+    """Turns the validated body of a request into a response that sends its answer."""
 
     def __init__(
         self, settings: ServerSettings, backend: Backend | None, pictures: PictureBackend | None = None
     ) -> None:
-        """Without a backend it makes pictures only."""
+        """`backend` is None on a server that only makes pictures."""
         self.settings = settings
         self.backend = backend
         self.metrics = metrics = Metrics()
@@ -63,7 +63,7 @@ class ApiHandler:
         return self.backend
 
     def check_model(self, name: str | None) -> ModelInfo:
-        """The model; 404 if `name` is another's."""
+        """Return the model; raise a 404 if `name` is not its name."""
         model = self.model
         if name and not model.is_meant_by(name) and name != self._engine.model.name:
             message = f"there is no model {name[:200]!r} here, only {model.name!r}"
@@ -73,7 +73,7 @@ class ApiHandler:
         return model
 
     async def answer(self, body: GenerationBody, request: Request) -> Response:
-        """The response to a request at one of the endpoints, whose answer the engine now computes."""
+        """Submit a request to the engine and return the response that will send its answer."""
         if self._is_shutting_down.is_set():  # it came on a connection that was open
             raise shutting_down()
         model = self.check_model(body.model)
@@ -105,12 +105,12 @@ class ApiHandler:
             raise
 
     def model_objects(self) -> list[dict[str, Any]]:
-        """The models and what each can do, as /v1/models has them."""
+        """Return the entries of /v1/models: each model with its modalities and limits."""
         pictures = [self.pictures.model_object(self.started_s)] if self.pictures.backend else []
         return pictures if self.backend is None else [self._model_object(), *pictures]
 
     def model_object(self, name: str) -> dict[str, Any]:
-        """One model; 404 if there is none of that name."""
+        """Return the model's entry of /v1/models; raise a 404 for another name."""
         if self.pictures.is_meant_by(name):
             return self.pictures.model_object(self.started_s)
         self.check_model(name)
@@ -138,19 +138,19 @@ class ApiHandler:
         }
 
     async def close(self) -> None:
-        """Ends what makes pictures and what fetches media; the backend is the caller's."""
+        """Close the picture handler and the media gate. The caller closes the backend."""
         await self.pictures.close()
         await self.gate.close()
 
     def shut_down(self) -> None:
-        """Ends all answers under way with an error that says so: the drain timeout is over."""
+        """End all running answers with an error that says the server is shutting down: the drain timeout is over."""
         self._is_shutting_down.set()
         for answer in self._answers:
             answer.notify(ShuttingDown())
         self.pictures.shut_down()
 
     async def _prepare(self, body: GenerationBody, model: ModelInfo, request: Request) -> PreparedRequest:
-        """The request with its media read, unless the client leaves, time runs out or the server shuts down first."""
+        """Prepare the request and read its media; raise if the client leaves, time is up or the server shuts down."""
         reservation: MemoryReservation = request.state.reservation
         context = Context(model, self.gate, self._history, self.settings.media.limits, reservation.add)
         endpoint = {**ENDPOINTS, **FILE_ENDPOINTS}[request.url.path]
@@ -177,9 +177,9 @@ class ApiHandler:
             )
 
     async def health(self) -> Response:
-        """200 if a request would be answered now. A picture's process may start with its first request.
+        """Return 200 if a request would be answered now. The picture worker may not have started: requests start it.
 
-        Where the model for chat answers and the one for pictures does not, `pictures` has the reason.
+        If chat is available and pictures are not, the answer is 200 and `pictures` has the reason.
         """
         without_pictures = None
         try:

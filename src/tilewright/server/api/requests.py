@@ -1,4 +1,4 @@
-"""The checked body of a request as EngineRequests, with the constraint that its tools or response_format need."""
+"""Makes EngineRequests of a request's validated body, with the constraint that its tools or response_format need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilewright.types import Constraint, RequestError, SamplingParams
 
 
 def chat_constraint(body: ChatBody, model: ModelInfo, allows_reasoning: bool) -> tuple[str, Constraint | None]:
-    """The field that constrains the answer, for errors, and its constraint if there is one."""
+    """Return the constraint of a chat's answer, if any, and the field that sets it, for errors."""
     return _only(
         {
             "tools": _forced_call(body, model, allows_reasoning),
@@ -26,12 +26,12 @@ def chat_constraint(body: ChatBody, model: ModelInfo, allows_reasoning: bool) ->
 
 
 def completion_constraint(body: CompletionBody) -> tuple[str, Constraint | None]:
-    """The same of a completion request, which has no reasoning in front."""
+    """Return the constraint of a completion, if any, and the field that sets it. Completions have no reasoning."""
     return _only({"response_format": _response_format(body, False), **_structured_outputs(body, False)})
 
 
 def _only(constraints: Mapping[str, Constraint | None]) -> tuple[str, Constraint | None]:
-    """The one constraint that is given, with its field; ApiError for two."""
+    """Return the only constraint and its field; raise ApiError for two constraints."""
     found = [(name, constraint) for name, constraint in constraints.items() if constraint is not None]
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
@@ -71,7 +71,7 @@ def _response_format(body: SamplingBody, allows_reasoning: bool) -> Constraint |
 
 
 def _structured_outputs(body: SamplingBody, allows_reasoning: bool) -> dict[str, Constraint | None]:
-    """Constraints by the field that has them: structured_outputs, or one of the older guided_*."""
+    """Return constraints by their field: structured_outputs, or one of the older guided_*."""
     outputs = body.structured_outputs
     found: dict[str, Constraint | None] = {}
     if outputs is not None:
@@ -101,11 +101,11 @@ def _structured(kind: str, value: Any, name: str, allows_reasoning: bool) -> Con
 
 
 def model_tool_format(model: ModelInfo) -> ToolFormat | None:
-    """How the model writes tool calls; None if its chat template has no form for them."""
+    """Return the format of the model's tool calls; None if its chat template has none."""
     return None if model.template is None else tool_format_of(model.template)
 
 
-# Names the template gets from elsewhere, or that mean something to the processor.
+# Names that the template gets from elsewhere, or that the processor uses itself.
 _RESERVED_ARGUMENTS = {
     "messages", "tools", "fetch", "is_known", "budget", "add_generation_prompt", "continue_final_message", "self",
     "use_audio_in_video",
@@ -118,7 +118,7 @@ _SAMPLING = (
 
 
 def chat_request(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: ModelInfo) -> EngineRequest:
-    """The EngineRequest of a chat request; `messages` are its messages with their media as bytes."""
+    """Make the EngineRequest of a chat request; `messages` are its messages with media as bytes."""
     _check_modalities(body, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs is given, expected logprobs: true with it", param="top_logprobs")
@@ -130,7 +130,7 @@ def chat_request(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: M
     check_tools(body.plain_tools)
     _check_history(body, messages, model)
     template_args = _template_args(body, model)
-    # Reasoning precedes the constrained text, unless it is turned off: the prompt then has an empty one already.
+    # Reasoning precedes the constrained text unless it is off: then the prompt ends with an empty reasoning block.
     allows_reasoning = (
         model.template is not None
         and has_reasoning(model.template)
@@ -161,7 +161,7 @@ def _check_modalities(body: ChatBody, model: ModelInfo) -> None:
 
 
 def completion_requests(body: CompletionBody) -> list[EngineRequest]:
-    """The EngineRequests of a completion request, one per prompt."""
+    """Make the EngineRequests of a completion request, one per prompt."""
     if body.suffix:
         raise ApiError(400, "suffix is not supported: the model does not fill in the middle", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -169,7 +169,7 @@ def completion_requests(body: CompletionBody) -> list[EngineRequest]:
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens is 0, expected 1 or more without echo", param="max_tokens")
     sampling = _sampling(body)
-    # The engine computes at least one token; with max_tokens 0 the answer leaves it out.
+    # The engine computes at least one token; with max_tokens 0 the answer omits it.
     sampling["max_tokens"] = max(1, body.max_tokens)
     sampling["logprobs"] = body.logprobs
     sampling["prompt_logprobs"] = body.logprobs if body.echo else None
@@ -212,7 +212,7 @@ def _template_args(body: ChatBody, model: ModelInfo) -> dict[str, Any]:
         if name in _RESERVED_ARGUMENTS or not re.fullmatch(r"[A-Za-z]\w{0,63}", name):
             message = f"chat_template_kwargs has {name[:64]!r}, which is no argument of a chat template"
             raise ApiError(400, message, param="chat_template_kwargs")
-        # Models that never reason are often asked not to.
+        # Clients also send these to models that never reason.
         if name not in ("enable_thinking", "reasoning_effort") and not _reads(model.template, name):
             message = f"chat_template_kwargs has {name!r}, which the chat template of {model.name} does not read"
             raise ApiError(400, message, param="chat_template_kwargs", code="unsupported_parameter")
@@ -234,12 +234,12 @@ def _template_args(body: ChatBody, model: ModelInfo) -> dict[str, Any]:
 
 
 def _reads(template: str | None, name: str) -> bool:
-    """Whether the chat template may read a variable of this name; True where the template is not known."""
+    """Return whether the chat template may read the variable `name`; True if the template is unknown."""
     return template is None or re.search(rf"\b{name}\b", template) is not None
 
 
 def _check_history(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: ModelInfo) -> None:
-    """ApiError for tools and tool calls that the chat template would leave out of the prompt."""
+    """Raise ApiError for tools and tool calls that the chat template would omit from the prompt."""
     if body.tools_in_use and model_tool_format(model) is None:
         raise ApiError(400, f"{model.name} has no form for tool calls in its chat template", param="tools")
     if any(message.get("tool_calls") for message in messages) and "tool_calls" not in (model.template or ""):

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/audio/speech: its body, the text as a spoken answer, and the sound file or events that are sent."""
+"""OpenAI's /v1/audio/speech: its body, the text as a spoken answer, and the sound file or the events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tilewright.server.api.chat import usage
 from tilewright.server.http.errors import ApiError
 from tilewright.server.link.backend import AUDIO_RATE, AnswerDelta, Ended, EngineRequest, ModelInfo, Started
 
-MAX_INPUT_CHARACTERS = 4096  # OpenAI's limit: some five minutes
+MAX_INPUT_CHARACTERS = 4096  # OpenAI's limit: about five minutes
 
 
 class VoiceId(Body):
@@ -26,14 +26,14 @@ class VoiceId(Body):
 class SpeechBody(GenerationBody):
     others = fields.SPEECH
 
-    input: str = Field(min_length=1, max_length=MAX_INPUT_CHARACTERS, description="what is said")
+    input: str = Field(min_length=1, max_length=MAX_INPUT_CHARACTERS, description="the text to speak")
     voice: str | VoiceId | None = Field(
-        default=None, description="one of the model's voices, or OpenAI's name for one; its first if left out"
+        default=None, description="one of the model's voices or OpenAI's; default: the model's first"
     )
     response_format: Literal["mp3", "wav", "opus", "flac", "aac", "pcm"] = "mp3"
     stream_format: Literal["audio", "sse"] = Field(default="audio", description="sse: events, as the samples come")
     speed: Annotated[float, null_means(1.0)] = Field(
-        default=1.0, ge=MIN_SPEED, le=MAX_SPEED, description="how many times as fast, at the same pitch"
+        default=1.0, ge=MIN_SPEED, le=MAX_SPEED, description="2: twice as fast, at the same pitch"
     )
     instructions: str | None = None
     temperature: float | None = Field(default=None, ge=0, le=2, description="0: the likeliest codes")
@@ -54,9 +54,9 @@ class SpeechBody(GenerationBody):
 
 
 def speech_request(body: SpeechBody, model: ModelInfo) -> EngineRequest:
-    """The text begins an answer, of which the model writes one more token: the last, which nobody hears."""
+    """Make the request of an answer that begins with the text. The model adds a last token, which is not spoken."""
     if not model.voices:
-        message = f"{model.name} does not speak, and this needs a model that does"
+        message = f"{model.name} does not speak: this endpoint needs a model that does"
         raise ApiError(400, message, param="model", code="unsupported_model")
     _check(body)
     sampling = {
@@ -95,7 +95,7 @@ _CONTENT_TYPES = {
 
 
 class SpeechWriter:
-    """Writes what is said, at the speed asked for, and nothing of the text."""
+    """Writes the sound of an answer at the requested speed, without its text."""
 
     names_events = False
     has_sound = True
@@ -135,6 +135,6 @@ class SpeechWriter:
 
 
 def _deltas(pcm16: bytes) -> Iterator[dict[str, Any]]:
-    """The event of some samples, none where there are none."""
+    """Yield the event of some samples; nothing if there are none."""
     if pcm16:
         yield {"type": "speech.audio.delta", "audio": base64.b64encode(pcm16).decode()}

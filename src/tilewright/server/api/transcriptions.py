@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FILE = "file"
 MAX_PROMPT_CHARACTERS = 10_000
 _TIMED_FORMATS = ("verbose_json", "srt", "vtt", "diarized_json")
-# Whisper's codes of the languages that models hear most; others are passed on as they are given.
+# Whisper's codes of common languages; other codes and names are passed on as they are.
 _LANGUAGES = {
     "ar": "Arabic", "de": "German", "en": "English", "es": "Spanish", "fr": "French", "id": "Indonesian",
     "it": "Italian", "ja": "Japanese", "ko": "Korean", "ms": "Malay", "nl": "Dutch", "pt": "Portuguese",
@@ -37,7 +37,7 @@ _LANGUAGES = {
 
 
 def _is_true(value: object) -> object:
-    """A form has text alone."""
+    """Convert "true" and "false" to booleans: forms contain text only."""
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
 
 
@@ -45,13 +45,13 @@ class TranscriptionBody(GenerationBody):
     others = TRANSCRIPTION
 
     stream: Annotated[bool, BeforeValidator(_is_true)] = False
-    language: str | None = Field(default=None, max_length=40, description="of the sound, such as en")
-    prompt: str | None = Field(default=None, max_length=MAX_PROMPT_CHARACTERS, description="what came before, or names")
+    language: str | None = Field(default=None, max_length=40, description="of the speech, such as en")
+    prompt: str | None = Field(default=None, max_length=MAX_PROMPT_CHARACTERS, description="earlier text, or names")
     response_format: Literal["json", "text"] = "json"
     temperature: float | None = Field(default=None, ge=0, le=2)
     seed: int | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    data: bytes = Field(default=b"", exclude=True)  # of the file
+    data: bytes = Field(default=b"", exclude=True)  # the file
 
     @property
     def num_answers(self) -> int:
@@ -59,11 +59,11 @@ class TranscriptionBody(GenerationBody):
 
     @property
     def instruction(self) -> str:
-        """What the model is asked, after the sound."""
+        """The instruction that follows the sound in the prompt."""
         return self._with_context(f"Transcribe the {self._spoken('audio')} into text.")
 
     def _spoken(self, what: str) -> str:
-        """The word with the sound's language in front, if it is said."""
+        """Return the word, after the sound's language if that is set."""
         language = self.language and _LANGUAGES.get(self.language.lower(), self.language)
         return f"{language} {what}" if language else what
 
@@ -78,7 +78,7 @@ class TranslationBody(TranscriptionBody):
 
 
 async def read_form(kind: type[TranscriptionBody], request: Request) -> TranscriptionBody:
-    """The body with its file; 400 for a form without one, or with a field that would be ignored."""
+    """Read the form with its file; raise a 400 for a form without one, or with a field that would be ignored."""
     data = b"".join([piece async for piece in request.stream()])
     content_type = request.headers.get("content-type", "")
     if not is_multipart(content_type):
@@ -96,7 +96,7 @@ async def read_form(kind: type[TranscriptionBody], request: Request) -> Transcri
         raise ApiError(400, f"the form has {len(files)} parts named {FILE}, expected one", param=FILE)
     _check(fields)
     try:
-        return kind.model_validate({**fields, "data": files[0]}, strict=False)  # a form has text alone
+        return kind.model_validate({**fields, "data": files[0]}, strict=False)  # forms contain text only
     except ValidationError as error:
         raise validation_error(error.errors()) from None
 
@@ -110,10 +110,10 @@ def _check(fields: dict[str, Any]) -> None:
 def transcription_request(
     body: TranscriptionBody, model: ModelInfo, limits: MediaLimits
 ) -> tuple[EngineRequest, Callable[[], TranscriptionWriter]]:
-    """What is asked of the engine, and what makes the writer of its answer."""
+    """Return the EngineRequest, and a function that makes the writer of its answer."""
     if "audio" not in model.accepts:
-        takes = " and ".join(("text", *model.accepts)) if model.accepts else "text alone"
-        message = f"{model.name} takes {takes}, and this needs a model that takes sound"
+        takes = " and ".join(("text", *model.accepts)) if model.accepts else "text only"
+        message = f"{model.name} accepts {takes}: this endpoint needs a model that accepts sound"
         raise ApiError(400, message, param="model", code="unsupported_model")
     try:
         sound = check_bytes(body.data, FILE, limits)
@@ -122,7 +122,7 @@ def transcription_request(
     parts = [{"type": "audio", "audio": sound}, {"type": "text", "text": body.instruction}]
     chat = ChatBody(
         messages=[Message(role="user")],
-        # OpenAI's default here, other than in a chat: what is likeliest.
+        # OpenAI's default for transcriptions, unlike chats: greedy decoding.
         temperature=body.temperature or 0.0,
         seed=body.seed,
         max_completion_tokens=body.max_completion_tokens,
@@ -134,7 +134,7 @@ def transcription_request(
 
 
 class TranscriptionWriter:
-    """Writes what was heard: a text, an object, or events with pieces of it. Reasoning is no part of it."""
+    """Writes a transcription as text, as an object, or as events with pieces of it; reasoning is left out."""
 
     names_events = False
     has_sound = False
@@ -151,7 +151,7 @@ class TranscriptionWriter:
         elif isinstance(event, Ended):
             self._ended = event
         else:
-            assert self._parser is not None, "an answer starts before it goes on"
+            assert self._parser is not None, "a delta came before Started"
             pieces = list(self._parser.push(event.text)) if event.text else []
             if event.finish_reason is not None:
                 pieces += self._parser.finish()

@@ -1,4 +1,4 @@
-"""Admission: how many answers may be computed or wait, and the memory for bodies and media of requests under way."""
+"""Admission: limits on answers that run or wait, and on the memory for bodies and media of open requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Slot:
 
 
 class Admission:
-    """Counts answers under way, and refuses requests when the queue is full."""
+    """Counts answers that run or wait, and refuses requests when the queue is full."""
 
     def __init__(self, max_queue: int, metrics: Metrics) -> None:
         self._max_queue = max_queue
@@ -36,7 +36,7 @@ class Admission:
         self.num_answers = 0
 
     def enter(self, num_answers: int, max_sequences: int) -> Slot:
-        """A Slot for `num_answers`; 429 if the engine computes max_sequences already and the queue is full."""
+        """Return a Slot for `num_answers`; raise a 429 if `max_sequences` answers are running and the queue is full."""
         limit = max_sequences + self._max_queue
         if num_answers > limit:
             raise ApiError(400, f"the request wants {num_answers} answers, this server takes at most {limit} at once")
@@ -57,7 +57,7 @@ class Admission:
 
 
 class MemoryBudget:
-    """Bytes reserved by all requests under way, and their limit."""
+    """Bytes reserved by all open requests, and their limit."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -65,14 +65,14 @@ class MemoryBudget:
 
 
 class MemoryReservation:
-    """The part of the budget that one request holds; released when it is answered."""
+    """The part of the budget that one request holds until it is answered."""
 
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget
         self._size_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Reserves bytes before they are kept, or gives some back if negative; 429 when the budget is used up."""
+        """Reserve bytes before storing them (negative: release some); raise a 429 when the budget is used up."""
         self._size_bytes += num_bytes
         self._budget.size_bytes += num_bytes
         if self._budget.size_bytes > self._budget.limit:
@@ -81,7 +81,7 @@ class MemoryReservation:
             raise ApiError(429, message, kind="rate_limit_error", code="memory_full", headers=headers)
 
     def hand_over(self, num_bytes: int) -> MemoryReservation:
-        """Another reservation that holds so many of these bytes, and may outlive the request."""
+        """Move `num_bytes` of this reservation to a new one, which may outlive the request, and return it."""
         other = MemoryReservation(self._budget)
         other._size_bytes = min(num_bytes, self._size_bytes)
         self._size_bytes -= other._size_bytes

@@ -40,7 +40,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(handler: ApiHandler) -> Guard:
-    """The ASGI application."""
+    """Return the ASGI application."""
     app = FastAPI(
         title="Tilewright",
         version=__version__,
@@ -61,68 +61,68 @@ def create_app(handler: ApiHandler) -> Guard:
 def _add_routes(app: FastAPI, handler: ApiHandler) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        """The answer to a conversation, as one object or, with `stream`, as events."""
+        """Answer a conversation: one object or, with `stream`, events."""
         return await handler.answer(body, request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        """The continuation of a prompt: a text, token ids, or a list of them."""
+        """Continue prompts: a text, token ids, or a list of either."""
         return await handler.answer(body, request)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        """The answer to a conversation by the Responses interface."""
+        """Answer a conversation in OpenAI's Responses interface."""
         return await handler.answer(body, request)
 
     @app.post("/v1/audio/speech")
     async def speech(body: SpeechBody, request: Request) -> Response:
-        """A text that is read out: a sound file or, with `stream_format` sse, events."""
+        """Speak a text: a sound file or, with `stream_format` sse, events."""
         return await handler.answer(body, request)
 
     @app.post("/v1/audio/transcriptions", openapi_extra=_form(TranscriptionBody))
     async def transcriptions(request: Request) -> Response:
-        """What is said in a sound, as text; with `stream`, as events."""
+        """Transcribe the speech in a sound file; with `stream`, as events."""
         return await handler.answer(await read_form(TranscriptionBody, request), request)
 
     @app.post("/v1/audio/translations", openapi_extra=_form(TranslationBody))
     async def translations(request: Request) -> Response:
-        """What is said in a sound, in English."""
+        """Translate the speech in a sound file into English text."""
         return await handler.answer(await read_form(TranslationBody, request), request)
 
     @app.get("/v1/models")
     async def models() -> Response:
-        """The served models."""
+        """List the served models."""
         return JsonResponse({"object": "list", "data": handler.model_objects()})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        """One model."""
+        """Return the entry of one model."""
         return JsonResponse(handler.model_object(name))
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     @app.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def page(request: Request) -> Response:
-        """The web page to talk to the model."""
+        """Return a file of the web page, which chats with the model."""
         return page_response(request)
 
     @app.get("/health")
     async def health() -> Response:
-        """200 when a request would be answered now, 503 otherwise."""
+        """Return 200 if a request would be answered now, 503 otherwise."""
         return await handler.health()
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Metrics in Prometheus' text format."""
+        """Return metrics in Prometheus' text format."""
         return await handler.metrics_text()
 
     @app.get("/version")
     async def version() -> Response:
-        """The version of this server."""
+        """Return the version of this server."""
         return JsonResponse({"version": __version__})
 
 
 def _form(kind: type[TranscriptionBody]) -> dict[str, Any]:
-    """For the OpenAPI document: a form with a file."""
+    """Return the OpenAPI schema of a form with a file."""
     schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
     fields = {name: field for name, field in schema["properties"].items() if name != "data"}
     form = {**schema, "properties": {**fields, FILE: {"type": "string", "format": "binary"}}, "required": [FILE]}
@@ -165,7 +165,7 @@ def _is_json(content_type: str) -> bool:
 
 
 def _describe(app: FastAPI) -> None:
-    """Puts this server's errors into the OpenAPI document: OpenAI's shape, and no status 422."""
+    """Put this server's errors into the OpenAPI document, in OpenAI's form and without status 422."""
     fields: dict[str, Any] = {
         "message": {"type": "string"},
         "type": {"type": "string"},

@@ -1,4 +1,4 @@
-"""The body of a request within bounds on its size, its number of values and its speed; parsed as JSON or as a form.
+"""Reads a request's body within limits on its size, number of values and speed; parses it as JSON or as a form.
 
 A form (multipart/form-data, as HTML forms and OpenAI's clients send files) is read from one buffer: its parts are
 slices of it.
@@ -29,15 +29,15 @@ from tilewright.server.http.errors import ApiError, as_api_error
 from tilewright.server.http.settings import ServerSettings
 from tilewright.types import RequestError
 
-DISCARD_S = 30.0  # for the rest of a body that is not wanted, as nginx's lingering_time
-DISCARD_SILENCE_S = 5.0  # while it comes, as nginx's lingering_timeout
+DISCARD_S = 30.0  # to read and drop the rest of a body, like nginx's lingering_time
+DISCARD_SILENCE_S = 5.0  # between two pieces of it, like nginx's lingering_timeout
 MIN_BYTES_PER_S = 1 << 16
 # Commas and opening brackets: JSON has one for each value. An empty list is 3 bytes of a body and 64 of memory.
 MAX_BODY_VALUES = 2_000_000
 
 
 class BodyError(HTTPException):
-    """Carries an ApiError through FastAPI, which lets only an HTTPException pass while it reads a body."""
+    """Carries an ApiError through FastAPI, which only passes an HTTPException on while it reads a body."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.status, error.message, error.headers)
@@ -45,7 +45,7 @@ class BodyError(HTTPException):
 
 
 class BoundedBody:
-    """Receives the body of a request while it is neither too long nor too slow and the memory budget has room."""
+    """Receives the body of a request; raises when it is too long or too slow, or the memory budget is used up."""
 
     def __init__(
         self, receive: Receive, settings: ServerSettings, reservation: MemoryReservation, headers: Headers
@@ -57,7 +57,7 @@ class BoundedBody:
         self._reservation = reservation
         length = headers.get("content-length", "0")
         self._declared_bytes = int(length) if length.isdecimal() else 0
-        # The client may send the body or not if it is answered before it was told to go on.
+        # A client that is answered before "100 Continue" may send the body or not.
         self._awaits_continue = headers.get("expect", "").lower() == "100-continue"
         self._size_bytes = 0
         self._num_values = 0
@@ -66,11 +66,11 @@ class BoundedBody:
 
     @property
     def can_be_discarded(self) -> bool:
-        """Whether the connection can serve another request after an answer that comes before the rest of the body."""
+        """True if the connection can serve another request after an answer that is sent before the rest of the body."""
         return not self._awaits_continue and self._declared_bytes <= self._settings.max_body_bytes
 
     def check_declared(self) -> None:
-        """413 if the client says that the body is too long."""
+        """Raise a 413 if the declared length is above the limit."""
         if self._declared_bytes > self._settings.max_body_bytes:
             raise body_too_long(self._declared_bytes, self._settings.max_body_bytes)
 
@@ -96,7 +96,7 @@ class BoundedBody:
         return message
 
     async def _next(self) -> Message:
-        """The next piece; 408 after a silence, or when bytes come too slowly."""
+        """Return the next piece; raise a 408 after a silence, or when bytes arrive too slowly."""
         patience_s = self._settings.body_timeout_s
         left_s = self._began_s + patience_s + self._size_bytes / MIN_BYTES_PER_S - time.monotonic()
         try:
@@ -106,7 +106,7 @@ class BoundedBody:
             raise BodyError(ApiError(408, message, code="body_timeout", headers={"Connection": "close"})) from None
 
     async def discard(self) -> None:
-        """Reads and drops the rest, for a bounded time: a client cut off while it sends does not see the answer."""
+        """Read and drop the rest, for a bounded time: a client cut off while it sends does not see the answer."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._discard(), DISCARD_S)
 
@@ -127,7 +127,7 @@ def _too_large(message: str, code: str) -> ApiError:
 
 
 class JsonRequest(Request):
-    """A request whose body is parsed once. Starlette's own would keep text and values until the answer ends."""
+    """A request whose body is parsed once. Starlette's Request would keep text and values until the answer ends."""
 
     _text = b""
 
@@ -136,7 +136,7 @@ class JsonRequest(Request):
         return self._text
 
     async def json(self) -> Any:
-        """The values of the body, which was read by `body` before."""
+        """Parse the body that `body` has read."""
         text, self._text = self._text, b""
         try:
             return parse_json(text, "the body")
@@ -145,7 +145,7 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route whose endpoint gets a JsonRequest."""
+    """A route that passes a JsonRequest to its endpoint."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -159,14 +159,14 @@ class JsonRoute(APIRoute):
 def to_json(data: Mapping[str, Any]) -> bytes:
     try:
         text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    except ValueError:  # NaN, which Python's parser accepts and JSON does not have
+    except ValueError:  # NaN, which Python's parser accepts and JSON does not
         return to_json(json.loads(json.dumps(data), parse_constant=lambda name: None))
-    # A lone surrogate cannot be written as UTF-8; escaped it can.
+    # UTF-8 cannot encode a lone surrogate: escape it.
     return text.encode("utf-8", "backslashreplace")
 
 
 class JsonResponse(JSONResponse):
-    """An object as the whole answer."""
+    """A response whose body is one JSON object."""
 
     def render(self, content: Any) -> bytes:
         return to_json(content)
@@ -181,7 +181,7 @@ _FILENAME = re.compile(r'filename\*?="?([^"\r\n;]*)"?')
 
 @dataclass(frozen=True)
 class FormPart:
-    """One field: its name, its bytes, and the name of the file if it is one."""
+    """A field of a form: its name, its bytes and, for a file, the file's name."""
 
     name: str
     data: bytes
@@ -192,7 +192,7 @@ class FormPart:
         try:
             return self.data.decode()
         except UnicodeDecodeError as error:
-            message = f"{self.name} is not UTF-8: byte {error.start + 1} is no part of a character"
+            message = f"{self.name} is not UTF-8: byte {error.start + 1} does not belong to a character"
             raise ApiError(400, message, param=self.name) from None
 
 
@@ -201,7 +201,7 @@ def is_multipart(content_type: str) -> bool:
 
 
 def parse_multipart(body: bytes, content_type: str) -> list[FormPart]:
-    """The parts in order; 400 for a body that is not of this form."""
+    """Return the parts in order; raise a 400 for a malformed body."""
     found = _BOUNDARY.search(content_type)
     if found is None:
         raise _malformed("the content type has no boundary")

@@ -1,4 +1,4 @@
-"""Connections: how many may be open, the size of a request's head, and the time to send it and to read the answer.
+"""Limits on connections: their number, the size of a request's head, the time to send it and to read the answer.
 
 uvicorn has none of these limits with httptools; `guard` sees a request when its head is complete.
 """
@@ -27,15 +27,15 @@ from tilewright.server.http.settings import ServerSettings
 
 _log = logging.getLogger(__name__)
 
-# More are not needed; 4,096 take a few hundred MB if each sends the longest head.
+# 4,096 connections take a few hundred MB if each sends the longest head.
 MOST_CONNECTIONS = 4096
-# Open files beside the clients' connections: the engine's socket, media that are fetched or read, libraries.
+# Open files other than clients' connections: the engine's socket, media that are fetched or read, libraries.
 RESERVED_FILES = 192
-LOG_EVERY_S = 10.0  # thousands of refused connections a second must not fill the disk
+LOG_EVERY_S = 10.0  # thousands of refused connections per second must not fill the disk
 
 
 class ConnectionLimit:
-    """Counts open connections, in all and per address."""
+    """Counts open connections, in total and per address."""
 
     def __init__(self, settings: ServerSettings, metrics: Metrics) -> None:
         limit = settings.max_connections or default_max_connections()
@@ -43,19 +43,19 @@ class ConnectionLimit:
         # Half, so that one address cannot use them all. Behind a proxy all clients have its address.
         self.max_per_address = settings.max_connections_per_address or max(1, limit // 2)
         self.num_connections = 0
-        self.num_lingering = 0  # refused, and not closed yet
+        self.num_lingering = 0  # refused and not yet closed
         self._num_of: Counter[str] = Counter()
         self._metrics = metrics
-        self._num_refused = 0  # not logged yet
+        self._num_refused = 0  # not yet logged
         self._log_timer: asyncio.TimerHandle | None = None
 
     def enter(self, address: str) -> None:
-        """Counts a connection; ApiError if there are too many."""
+        """Count a connection; raise ApiError if there are too many."""
         if self.num_connections >= self.max_connections:
             message = f"{self.num_connections} connections are open"
             self._refuse(503, f"{message}, the limit is {self.max_connections}", address)
         if self._num_of[address] >= self.max_per_address:
-            message = f"{self._num_of[address]} connections of this address are open"
+            message = f"{self._num_of[address]} connections from this address are open"
             self._refuse(429, f"{message}, the limit is {self.max_per_address}", address)
         self.num_connections += 1
         self._num_of[address] += 1
@@ -69,7 +69,7 @@ class ConnectionLimit:
     def _refuse(self, status: int, message: str, address: str) -> None:
         self._metrics.connections_refused.inc()
         if self._log_timer is None:
-            _log.warning("a connection of %s was refused: %s", address, message)
+            _log.warning("a connection from %s was refused: %s", address, message)
             self._log_timer = asyncio.get_running_loop().call_later(LOG_EVERY_S, self._log_more)
         else:
             self._num_refused += 1
@@ -83,35 +83,35 @@ class ConnectionLimit:
 
 
 def default_max_connections() -> int:
-    """MOST_CONNECTIONS, or as many as the limit on open files allows."""
+    """Return MOST_CONNECTIONS, or fewer if the limit on open files requires."""
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if max_files == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
     return max(1, min(MOST_CONNECTIONS, max_files - min(RESERVED_FILES, max_files // 2)))
 
 
-MAX_HEAD_BYTES = 1 << 16  # of the request line and all headers; cookies and tokens of browsers and proxies reach 16 KiB
+MAX_HEAD_BYTES = 1 << 16  # request line and all headers; cookies and tokens of browsers and proxies reach 16 KiB
 MAX_HEADERS = 100
-MAX_LINE_BYTES = 1 << 14  # of one header, or of the request's path
-LINGER_S = 1.0  # for a client to read the error: one that is cut off while it sends does not see it
+MAX_LINE_BYTES = 1 << 14  # one header, or the request's path
+LINGER_S = 1.0  # to let the client read the error: a client cut off while it sends does not see it
 MAX_LINGERING = 64
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection. It answers a refused request with an error in the usual shape, then closes."""
+    """A client's connection. After a refused request it sends an error in OpenAI's form, then closes."""
 
     def __init__(self, *args: Any, settings: ServerSettings, limit: ConnectionLimit, **named: Any) -> None:
         super().__init__(*args, **named)
         self._settings = settings
         self._limit = limit
-        self._address: str | None = None  # counted by the limit
+        self._address: str | None = None  # set once the limit counts it
         self._is_reading_head = True  # or waiting for one
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
         self._is_lingering = False
-        self._is_deaf = False  # no more of what the client sends is parsed
+        self._is_deaf = False  # further data of the client is dropped
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -140,7 +140,7 @@ class Connection(HttpToolsProtocol):
         if self._is_reading_head and self._head_timer is None:
             self._start_head_timer()
         while data and not self._is_deaf and not self.transport.is_closing():
-            # Of a head, no more than the limit; a body is passed on whole.
+            # A head is parsed up to its limit, a body as a whole.
             size = MAX_HEAD_BYTES - self._head_bytes if self._is_reading_head else len(data)
             if size <= 0:
                 self._refuse(
@@ -156,7 +156,7 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # No other protocol is supported: answered as a plain request, and nothing is read after it.
+            # No other protocol is supported: answer as HTTP, and read nothing after this request.
             self.cycle.keep_alive = False
         except httptools.HttpParserError as error:
             reason = "" if isinstance(error, httptools.HttpParserCallbackError) else f": {str(error)[:100]}"
@@ -191,8 +191,8 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # A later request on the connection is another cycle: then all of this one's body has come.
-        if self.cycle.response_complete and self.cycle.more_body:  # more than `guard` reads of a body without use
+        # A later request on the connection is another cycle, which begins after this request's whole body.
+        if self.cycle.response_complete and self.cycle.more_body:  # `guard` did not read to the end
             self.transport.close()
 
     def pause_writing(self) -> None:
@@ -220,7 +220,7 @@ class Connection(HttpToolsProtocol):
 
     def _on_head_timeout(self) -> None:
         self._head_timer = None
-        if self._is_answering:  # for the next request: some clients send an empty line after each
+        if self._is_answering:  # a head of the next request: some clients send an empty line after each
             self._start_head_timer()
             return
         if not self._head_bytes:  # nothing was sent: no answer is expected
@@ -234,7 +234,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def _stop_parsing(self, error: ApiError) -> None:
-        """Ends httptools' parsing from within one of its callbacks."""
+        """Stop httptools' parsing from within one of its callbacks."""
         self._refusal = error
         raise error
 
@@ -243,7 +243,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, error: ApiError, *, is_logged: bool = True) -> None:
-        """Sends an error although there is no complete request, and closes."""
+        """Send an error in answer to an incomplete request, then close."""
         self._stop_timers()
         if is_logged:
             client = self.client[0] if self.client else ""
@@ -255,20 +255,20 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
             return
         if self._is_answering and self._is_reading_head:
-            self.cycle.keep_alive = False  # the answer to the request before is under way: it is the last
+            self.cycle.keep_alive = False  # the previous request is being answered: close after it
             return
         if not (self._is_answering and self.cycle.response_started):
             body = json.dumps(error.body()).encode()
             headers = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
             lines = [f"{name}: {value}\r\n".encode() for name, value in {**headers, **error.headers}.items()]
             self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
-        if self._is_answering:  # its body is malformed: for the application the client has left
+        if self._is_answering:  # the body is malformed: tell the application that the client has left
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self._linger()
 
     def _linger(self) -> None:
-        """Closes after the client does, or after LINGER_S; drops what it sends until then."""
+        """Close when the client does, or after LINGER_S; drop what it sends until then."""
         if self._limit.num_lingering >= MAX_LINGERING:
             self.transport.close()
             return
@@ -279,9 +279,9 @@ class Connection(HttpToolsProtocol):
 
 
 def _check_head(headers: Sequence[tuple[bytes, bytes]], target: bytes, version: str) -> None:
-    """400 for a head that a proxy in front of this server could read as another request (RFC 9112, 3.2 and 6.1).
+    """Raise a 400 for a head that a proxy could parse as a different request (RFC 9112, 3.2 and 6.1).
 
-    httptools refuses what is not here: two Content-Length, one beside Transfer-Encoding, odd line ends and spaces.
+    httptools refuses the rest: two Content-Length, one beside Transfer-Encoding, odd line ends and spaces.
     """
     if version not in ("1.0", "1.1"):
         raise _invalid(f"the request is HTTP/{version}, expected HTTP/1.1")
@@ -295,7 +295,7 @@ def _check_head(headers: Sequence[tuple[bytes, bytes]], target: bytes, version: 
     absolute = re.match(rb"https?://([^/?#]*)/", target.lower())
     if not target.startswith(b"/") and (absolute is None or [absolute[1]] != hosts):
         given = target.decode("latin-1")
-        raise _invalid(f"the request is for {given!r:.100}, expected a path, or this server's address as in Host")
+        raise _invalid(f"the request's target is {given!r:.100}, expected a path, or a URL with the name in Host")
 
 
 def _invalid(message: str) -> ApiError:
@@ -307,7 +307,7 @@ def _too_large(message: str) -> ApiError:
 
 
 def server_config(app: ASGIApp, settings: ServerSettings, metrics: Metrics, **options: Any) -> uvicorn.Config:
-    """How uvicorn serves the application, over Connections within one ConnectionLimit."""
+    """Return uvicorn's configuration, with Connections that share one ConnectionLimit."""
     limit = ConnectionLimit(settings, metrics)
     protocol = cast("type[asyncio.Protocol]", functools.partial(Connection, settings=settings, limit=limit))
     return uvicorn.Config(

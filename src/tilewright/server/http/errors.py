@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape."""
+"""Errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tilewright.server.api.bodies import ChatBody, CompletionBody, ResponsesBody
 from tilewright.server.link.backend import EngineFailure
 from tilewright.types import EngineUnavailable, RequestError
 
-RETRY_AFTER_S = 5  # while an engine is being started
-# What Pydantic puts into the path of an error for the member of a union it tried.
+RETRY_AFTER_S = 5  # while an engine starts
+# Names of a union's members, which Pydantic puts into the path of an error.
 _TYPE_NAME = re.compile(
     r"str|int|float|bool|constrained-str|list\[.*\]|literal\[.*\]|dict\[.*\]|function-after\[.*\]|[A-Z]\w*"
 )
@@ -44,14 +44,14 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-# Not "audio": messages that begin with it name a medium, "audio 1".
+# Without "audio": messages that begin with it are about a medium, "audio 1".
 _FIELDS = frozenset(
     name for body in (ChatBody, CompletionBody, ResponsesBody) for name in body.model_fields if name != "audio"
 )
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The ApiError for any error of a request."""
+    """Return the ApiError for any error of a request."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValidationError):
@@ -63,13 +63,13 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), kind="server_error", code="engine_unavailable", headers=headers)
     if isinstance(error, EngineFailure):
         return ApiError(500, str(error), kind="server_error", code="engine_failed")
-    # The text of an unexpected error goes to the log alone: it could expose internals.
+    # The text of an unexpected error goes to the log only: it could expose internals.
     message = "internal server error; the server's log has the reason"
     return ApiError(500, message, kind="server_error", code="internal_error")
 
 
 def param_of(error: RequestError) -> str | None:
-    """The field that is wrong: the error's `param`, or the field name that its message begins with."""
+    """Return the wrong field: the error's `param`, or the field name that its message begins with."""
     if error.param is not None:
         return error.param
     name = re.match(r"\w*", str(error))
@@ -77,12 +77,12 @@ def param_of(error: RequestError) -> str | None:
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first field of a body that Pydantic rejects, by name."""
+    """Return the error for the first field that Pydantic rejects."""
     first = _most_specific(errors)
     if first["type"] == "missing" and tuple(first["loc"]) == ("body",):
         return ApiError(400, "the body is empty, expected a JSON object")
     path = [str(name) for name in first["loc"] if name != "body" and not _TYPE_NAME.fullmatch(str(name))]
-    if (field := first.get("ctx", {}).get("field")) is not None:  # which the body's class does not declare
+    if (field := first.get("ctx", {}).get("field")) is not None:  # an undeclared field
         return ApiError(400, ".".join([*path, first["msg"]]), param=[*path, field][0], code=first["type"])
     name = ".".join(path)
     given = first.get("input")
@@ -95,7 +95,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The most specific error of the first field that is wrong: Pydantic lists one for every member of a union.
+    """Return the most specific error of the first wrong field: Pydantic lists one for every member of a union.
 
     An error about a limit comes before one about the type, and a deeper path before a shorter one.
     """

@@ -1,4 +1,4 @@
-"""Middleware around all requests: checks host names and API keys, bounds bodies, logs a line at the end."""
+"""Middleware around all requests: checks host names, origins and API keys, bounds bodies, logs one line per request."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tilewright.server.http.page_files import PAGE_FILES
 from tilewright.server.http.respond import shutting_down
 from tilewright.server.http.settings import ServerSettings
 
-_OPEN_PATHS = ("/health", "/version")  # for monitors that have no key
-NO_STATUS = 499  # the client left before a status was sent; nginx has the same number
-MAX_LOGGED_PATH = 200  # characters of an address that does not exist
+_OPEN_PATHS = ("/health", "/version")  # for monitors without a key
+NO_STATUS = 499  # the client left before a status was sent; nginx uses the same number
+MAX_LOGGED_PATH = 200  # characters of an unknown path
 _VIDEOS = "/v1/videos/"
 _COUNTED_PATTERNS = (_VIDEOS, RESULT_PATH)
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
@@ -40,14 +40,14 @@ class Guard:
     def __init__(self, app: FastAPI, settings: ServerSettings, metrics: Metrics) -> None:
         self._app = app
         self.openapi = app.openapi
-        # For requests of pages at these origins: outermost, so that a page can read why it was refused.
+        # For requests from pages at these origins: outermost, so that a page can read why it was refused.
         self._allowing: ASGIApp = CORSMiddleware(
             self._guard, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
         self._settings = settings
         self._metrics = metrics
-        # Existing paths, those with an id by their pattern; all others are counted as one.
+        # Known paths, those with an id by their pattern; all others are counted as one.
         routes = [route for route in app.routes if isinstance(route, Route)]
         self._paths = frozenset(route.path for route in routes)
         self._patterns = [
@@ -55,7 +55,7 @@ class Guard:
         ]
         self._open_paths = {*_OPEN_PATHS, *PAGE_FILES}  # the page asks its user for the key
         self._memory = MemoryBudget(settings.max_held_bytes)
-        # Digests have one length: comparing them takes the same time whatever was sent.
+        # Digests have one length: comparing them takes the same time for any key.
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,7 +90,7 @@ class Guard:
                 if not body.is_complete and not body.can_be_discarded:
                     answer_headers["connection"] = "close"
             elif not message.get("more_body", False) and not body.is_complete:
-                # The answer goes out whole, but does not end: at its end uvicorn would close the connection.
+                # The whole answer is sent but not ended: at its end uvicorn would close the connection.
                 is_held_open = True
                 message = {**message, "more_body": True}
             await send(message)
@@ -98,7 +98,7 @@ class Guard:
         try:
             self._check(scope, headers)
             body.check_declared()
-            # Answered as a GET; uvicorn, which keeps its own scope, leaves the body out.
+            # HEAD is answered as a GET; uvicorn, which has its own scope, omits the body.
             is_head = scope["method"] == "HEAD"
             await self._app({**scope, "method": "GET"} if is_head else scope, body.receive, noting_send)
         except ApiError as error:
@@ -106,7 +106,7 @@ class Guard:
             await JsonResponse(error.body(), error.status, error.headers)(scope, receive, noting_send)
         except asyncio.CancelledError:  # the server shuts down; nothing awaits this task
             log.outcome = shutting_down().code or ""
-            body.is_complete = True  # the rest is not waited for
+            body.is_complete = True  # do not wait for the rest
             if status == NO_STATUS:
                 await JsonResponse(shutting_down().body(), shutting_down().status)(scope, receive, noting_send)
         except Exception as error:  # the application has answered the client already
@@ -121,7 +121,7 @@ class Guard:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _counted_path(self, path: str) -> str | None:
-        """The path that a request is counted as; None: one of those that are counted together."""
+        """Return the path to count a request under; None for unknown paths, which are counted together."""
         if path in self._paths:
             return path
         if path in PAGE_FILES:
@@ -129,7 +129,7 @@ class Guard:
         return next((pattern for regex, pattern in self._patterns if regex.match(path)), None)
 
     def _is_open(self, path: str) -> bool:
-        """Whether it needs no key. The name of a result is as good as one."""
+        """Return whether the path needs no key. A result's name cannot be guessed, like a key."""
         return path in self._open_paths or path.startswith(RESULT_PATH)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
@@ -139,7 +139,7 @@ class Guard:
             self._check_key(headers)
 
     def _check_host(self, headers: Headers) -> None:
-        """403 for a name that is not this server's: a web page whose name points to this address (DNS rebinding)."""
+        """Raise a 403 for another host name: of a web page whose name resolves to this address (DNS rebinding)."""
         if "host" not in headers:  # HTTP/1.0, which no browser sends
             return
         allowed, name = self._settings.allowed_hosts, host_name(headers["host"])
@@ -148,15 +148,15 @@ class Guard:
             raise ApiError(403, message, code="host_not_allowed")
 
     def _is_allowed_origin(self, headers: Headers) -> bool:
-        """Whether the request comes from a page of an origin that `--cors-origin` names."""
+        """Return whether the request comes from a page at an origin of `--cors-origin`."""
         origins, allowed = headers.getlist("origin"), self._settings.cors_origins
         return len(origins) == 1 and ("*" in allowed or origins[0] in allowed)
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
-        """403 for what a browser sends for a page of another origin, whether or not the page could read the answer.
+        """Raise a 403 for requests from a page of another origin, whether or not the page could read the answer.
 
-        Browsers say so by `Sec-Fetch-Site`, or by `Origin` where that is not sent: to an address without TLS that is
-        not loopback, and by old ones. Other clients send neither.
+        Browsers send `Sec-Fetch-Site`, or only `Origin`: old ones, and all to an address without TLS that is not
+        loopback. Other clients send neither.
         """
         if "*" in self._settings.cors_origins or self._is_allowed_origin(headers):
             return
@@ -164,12 +164,12 @@ class Guard:
         origin = origins[0] if origins else "another origin"
         if not origins:
             is_own = site in (None, "same-origin", "none") or _is_link(scope, headers)
-        elif len(origins) > 1 or origin == "null":  # null: of a sandboxed frame, a file, a redirection
+        elif len(origins) > 1 or origin == "null":  # null: a sandboxed frame, a file, a redirection
             is_own = False
         else:
             is_own = site == "same-origin" or (site in (None, "none") and has_host(origin, headers.get("host", "")))
         if not is_own:
-            message = f"requests of a page at {origin[:100]} are refused; --cors-origin allows those of an origin"
+            message = f"requests from a page at {origin[:100]} are refused; --cors-origin allows an origin"
             raise ApiError(403, message, code="origin_not_allowed")
 
     def _check_key(self, headers: Headers) -> None:
@@ -185,7 +185,7 @@ class Guard:
 
 
 def _is_link(scope: Scope, headers: Headers) -> bool:
-    """Whether it opens a page by a link, or shows a picture that was given by URL: neither computes anything."""
+    """Return whether the request opens a page by a link or loads a result: neither computes anything."""
     if scope["method"] not in ("GET", "HEAD"):
         return False
     is_document = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
@@ -193,12 +193,12 @@ def _is_link(scope: Scope, headers: Headers) -> bool:
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header: without its port, and the dot that ends an absolute name."""
+    """Return the name in a Host header, without its port and the dot that ends an absolute name."""
     return re.sub(r":\d*$", "", host).lower().removesuffix(".")
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a host name is of this machine, wherever it is looked up."""
+    """Return whether a host name always resolves to this machine."""
     if name == "localhost":
         return True
     try:
@@ -208,9 +208,9 @@ def is_loopback(name: str) -> bool:
 
 
 def has_host(origin: str, host: str) -> bool:
-    """Whether an Origin header has the name and port of a Host header.
+    """Return whether an Origin header has the name and port of a Host header.
 
-    The scheme may be another: behind a proxy with TLS a page has https, and this server http.
+    The scheme may differ: behind a proxy with TLS the page has https, and this server http.
     """
     match = re.fullmatch(r"(https?)://([^/?#@]+)", origin.lower())
     if match is None:

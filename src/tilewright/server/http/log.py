@@ -1,4 +1,4 @@
-"""The log of requests, a line for each, and their metrics."""
+"""Logs one line per request, and counts requests in the metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ access_log = logging.getLogger("tilewright.access")
 
 
 class RequestLog:
-    """Collects the fields of a request's log line while it is answered; its content only with --log-content."""
+    """Collects the fields of a request's log line while it is answered."""
 
     def __init__(self, metrics: Metrics, request_id: str, method: str, path: str, client: str) -> None:
         self._metrics = metrics
@@ -31,7 +31,7 @@ class RequestLog:
         return self._last_token_s is not None
 
     def see(self, event: Started | AnswerDelta | Ended) -> None:
-        """Counts an event of the engine."""
+        """Record an event of the engine."""
         if isinstance(event, AnswerDelta):
             self._see_tokens(event.num_tokens)
         elif isinstance(event, Ended):
@@ -44,9 +44,9 @@ class RequestLog:
             self.fields[name] = self.fields.get(name, 0) + count
 
     def fail(self, known: ApiError, error: Exception) -> None:
-        """Notes an error; an internal one is logged with its traceback.
+        """Record an error; log an internal one with its traceback.
 
-        Other messages are not logged: they quote the request.
+        Messages of other errors are not logged: they quote the request.
         """
         self.outcome = known.code or known.kind
         if known.param:
@@ -55,7 +55,7 @@ class RequestLog:
             logging.getLogger(__name__).error("%s: %s failed", self.request_id, self.path, exc_info=error)
 
     def close(self, status: int) -> None:
-        """Writes the line."""
+        """Write the line."""
         total_s = time.perf_counter() - self._began_s
         self._metrics.count_request(self.path, status, total_s)
         self.fields |= {"status": status, "total_s": round(total_s, 4)}
@@ -70,7 +70,7 @@ class RequestLog:
             self.fields["ttft_s"] = round(now - self._began_s, 4)
             self._metrics.first_token.observe(now - self._began_s)
         elif num_tokens:
-            # Tokens that came together, as accepted drafts do, share the gap.
+            # Tokens that arrive together, such as accepted drafts, share the gap.
             for _ in range(num_tokens):
                 self._metrics.between_tokens.observe((now - self._last_token_s) / num_tokens)
         self._last_token_s = now

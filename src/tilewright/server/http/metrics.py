@@ -1,4 +1,4 @@
-"""The metrics of /metrics, in Prometheus' format. deploy/grafana.json plots them."""
+"""The metrics at /metrics, in Prometheus' format. deploy/grafana.json plots them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tilewright.server.link.backend import Ended
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
-# Of `engine.stats.Stats`: the name there, the metric's name, and its help text.
+# Field of `engine.stats.Stats`, metric name, help text.
 _ENGINE_GAUGES = (
     ("num_replicas", "replicas", "Engines that answer."),
     ("num_running", "requests_running", "Answers being computed."),
@@ -92,7 +92,7 @@ _ENGINE_COUNTERS = (
     ("num_drafts_proposed", "draft_tokens", "Draft tokens proposed."),
     ("num_drafts_accepted", "accepted_draft_tokens", "Draft tokens accepted."),
 )
-# Of `link.pictures.PictureBackend.stats`.
+# Field of `link.pictures.PictureBackend.stats`, metric name, help text.
 _PICTURE_GAUGES = (
     ("num_waiting", "pictures_waiting", "Requests for pictures and videos in the queue."),
     ("num_running", "pictures_running", "Requests for pictures and videos being made."),
@@ -101,10 +101,10 @@ _PICTURE_GAUGES = (
 
 
 class Metrics:
-    """The server's own metrics; those of the engine are fetched for each scrape."""
+    """The server's metrics; the engine's are fetched for each scrape."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # they double the series of each counter
+        disable_created_metrics()  # they would double the series of each counter
         self._registry = registry = CollectorRegistry()
 
         def histogram(name: str, help_text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
@@ -150,7 +150,7 @@ class Metrics:
     def text(
         self, engine: Mapping[str, float] | None, num_restarts: int, pictures: Mapping[str, float] | None = None
     ) -> bytes:
-        """All metrics; those of the engine only while it runs, those of the picture worker only where there is one."""
+        """Return all metrics; `engine` is None while no engine runs, `pictures` None without a picture worker."""
         self._ready.set(engine is not None)
         self._engine.stats = dict(engine or {})
         self._engine.num_restarts = num_restarts
@@ -159,7 +159,7 @@ class Metrics:
 
 
 class _EngineCollector:
-    """The latest stats of the engine."""
+    """Exports the latest stats of the engine and the picture worker."""
 
     def __init__(self) -> None:
         self.stats: dict[str, float] = {}

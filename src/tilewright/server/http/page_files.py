@@ -1,4 +1,4 @@
-"""The files of the web page at `/`, read once into a fixed table: no path can lead to another file."""
+"""The files of the web page at `/`, read once into a fixed table: no path can reach another file."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class PageFile:
-    """One file of the page."""
+    """A file of the page."""
 
     content: bytes
     media_type: str
     etag: str
 
     def response(self, request: Request) -> Response:
-        """The file, or status 304 if the browser has it."""
+        """Return the file, or status 304 if the browser has it."""
         headers = {**_HEADERS, "ETag": self.etag}
         known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
         if self.etag in known or "*" in known:
@@ -65,7 +65,7 @@ def _read(path: Path) -> PageFile:
     return PageFile(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
-# By the path of their URL.
+# Files by URL path.
 PAGE_FILES = {
     "/" if path.name == "index.html" else f"/page/{path.name}": _read(path)
     for path in sorted(_FOLDER.iterdir())
@@ -74,7 +74,7 @@ PAGE_FILES = {
 
 
 def page_response(request: Request) -> Response:
-    """The file at a request's path; 404 if there is none."""
+    """Return the file at a request's path; raise a 404 if there is none."""
     file = PAGE_FILES.get(request.scope["path"])
     if file is None:
         raise HTTPException(404)

@@ -1,4 +1,4 @@
-"""The answer as an HTTP response: a stream of events, or one object; aborted when the client leaves.
+"""Sends an answer over HTTP as a stream of events or one object; aborts it when the client leaves.
 
 Events of the engine and of the connection arrive in one queue.
 """
@@ -50,17 +50,17 @@ class ShuttingDown:
 
 @dataclass(frozen=True)
 class KeepAliveDue:
-    """Nothing was sent for a while; a proxy in between may close the connection."""
+    """No data was sent for KEEP_ALIVE_S; a proxy may close a silent connection."""
 
 
 AnswerEvent = Started | AnswerDelta | Ended | Restarted | ClientLeft | TimedOut | ShuttingDown | KeepAliveDue
 
 
 class Answer:
-    """The events of all prompts of one request, in order. Its one reader calls `abort` at the end."""
+    """The events of all prompts of one request, in order. The only reader calls `abort` at the end."""
 
     def __init__(self, backend: Backend, requests: Sequence[EngineRequest]) -> None:
-        self._events: asyncio.Queue[tuple[int, Event | AnswerEvent]] = asyncio.Queue()  # as long as the answer at most
+        self._events: asyncio.Queue[tuple[int, Event | AnswerEvent]] = asyncio.Queue()  # bounded by the answer's length
         self._aborts: list[Abort] = []
         self.num_prompts = len(requests)
         try:
@@ -71,18 +71,18 @@ class Answer:
             raise
 
     def notify(self, event: ClientLeft | TimedOut | ShuttingDown | KeepAliveDue) -> None:
-        """Adds an event that is not the engine's."""
+        """Add an event that is not the engine's."""
         self._put(0, event)
 
     async def next(self) -> tuple[int, AnswerEvent]:
-        """The index of a prompt and its next event; raises the error of a Failed one."""
+        """Return the index of a prompt and its next event; raise the error of a Failed event."""
         prompt_index, event = await self._events.get()
         if isinstance(event, Failed):
             raise event.error()
         return prompt_index, event
 
     def abort(self) -> None:
-        """Frees what is still being computed."""
+        """Abort all prompts that are still being computed."""
         for abort in self._aborts:
             abort()
 
@@ -91,7 +91,7 @@ class Answer:
 
 
 class ChunkWriter(ABC):
-    """A `respond.Writer` that streams chunks, with the usage at the end if stream_options.include_usage is set."""
+    """A Writer that streams chunks, with the usage at the end if stream_options.include_usage is set."""
 
     names_events = False
     has_sound = False
@@ -103,21 +103,21 @@ class ChunkWriter(ABC):
 
     @abstractmethod
     def usage_chunk(self) -> dict[str, Any]:
-        """A chunk without choices that has the numbers of tokens."""
+        """Return a chunk without choices that has the token counts."""
 
     def closing_chunks(self) -> Iterator[dict[str, Any]]:
-        """The chunks after the last one of the answers."""
+        """Yield the chunks after the last chunk of the answers."""
         if self._wants_usage:
             yield self.usage_chunk()
 
     def failure_chunks(self, error: ApiError) -> Iterator[dict[str, Any]]:
-        """The chunks that end a stream with an error."""
+        """Yield the chunks that end a stream with an error."""
         yield error.body()
 
 
-# Reading a long prompt takes minutes on a small machine; proxies commonly give up on a silent connection after 60 s.
+# Prefill of a long prompt takes minutes on a small machine; proxies commonly close a silent connection after 60 s.
 KEEP_ALIVE_S = 15.0
-# After the timeout, for a client that does not read what was sent to it.
+# Added to the timeout, for a client that does not read its answer.
 GRACE_S = 30.0
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -132,11 +132,11 @@ Interruption = ClientLeft | TimedOut | ShuttingDown
 class Writer(Protocol):
     """Makes the objects of one interface from the engine's events."""
 
-    names_events: bool  # whether a chunk's "type" is sent as the name of its event, and no [DONE] at the end
+    names_events: bool  # send a chunk's "type" as the event's name, and no [DONE] at the end
 
     @property
     def has_sound(self) -> bool:
-        """Whether `result` encodes sound: some seconds for minutes of it, and in another thread therefore."""
+        """True if `result` encodes sound and so runs in another thread: minutes of sound take seconds."""
 
     def add(self, prompt_index: int, event: Started | AnswerDelta | Ended) -> Iterator[Mapping[str, Any]]: ...
 
@@ -154,14 +154,14 @@ def _as_response(result: Mapping[str, Any] | str | Response) -> Response:
 
 
 class GoneClient(Exception):
-    """Nobody waits for the rest of a response."""
+    """The client has left, so that the rest of the response is not sent."""
 
 
 class EventResponse(Response):
-    """A response made of events of a computation, which ends with it: when the client leaves, or at the timeout.
+    """A response made from the events of a computation, which it aborts when the client leaves or at the timeout.
 
-    Subclasses say how it is told of an event (`_notify`) and ended (`_abort`), what is sent (`_send`), and what of an
-    error in a stream that has begun (`_send_failure`).
+    Subclasses define how to add an event (`_notify`), to abort the computation (`_abort`), to send the response
+    (`_send`), and to send an error in a stream that has begun (`_send_failure`).
     """
 
     def __init__(
@@ -173,14 +173,14 @@ class EventResponse(Response):
         on_close: Callable[[], None],
         began_s: float | None = None,
     ) -> None:
-        """`began_s` is when the timeout begins, by the event loop's clock: now unless it is given."""
+        """`began_s` is the start of the timeout, by the event loop's clock; default: now."""
         super().__init__()
         self._log = log
         self._is_stream = is_stream
         self._timeout_s = timeout_s
         self._on_close = on_close
         self._began_s = began_s
-        self._has_head = False  # sent
+        self._has_head = False  # status and headers are sent
 
     def _notify(self, event: ClientLeft | TimedOut | KeepAliveDue) -> None:
         raise NotImplementedError
@@ -189,11 +189,11 @@ class EventResponse(Response):
         raise NotImplementedError
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The whole response; `GoneClient` where nobody waits for it."""
+        """Send the whole response; raise GoneClient if the client has left."""
         raise NotImplementedError
 
     async def _send_failure(self, send: Send, error: ApiError) -> None:
-        """The last events of a stream that ends with an error."""
+        """Send the last events of a stream that ends with an error."""
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -231,12 +231,12 @@ class EventResponse(Response):
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
 
     async def _comment(self, send: Send, text: str) -> None:
-        """Keeps a silent stream alive."""
+        """Send a comment, which keeps a silent stream open."""
         await self._begin(send)
         await send({"type": "http.response.body", "body": f": {text}\n\n".encode(), "more_body": True})
 
     def _interrupted(self, event: Interruption) -> Exception:
-        """What ends the response before it is complete."""
+        """Return the exception that ends the response before it is complete."""
         if isinstance(event, ClientLeft):
             return GoneClient()
         return timed_out(self._timeout_s) if isinstance(event, TimedOut) else shutting_down()
@@ -247,7 +247,7 @@ class EventResponse(Response):
 
 
 class AnswerResponse(EventResponse):
-    """Sends what its Writer makes of an Answer's events. The Answer is always aborted at the end."""
+    """Sends what its Writer makes of an Answer's events, and always aborts the Answer at the end."""
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ class AnswerResponse(EventResponse):
         await send_end(send)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events: list[tuple[int, Started | AnswerDelta | Ended]] = []  # for a writer that starts over
+        events: list[tuple[int, Started | AnswerDelta | Ended]] = []  # replayed to a new writer after a restart
         async for prompt_index, event in self._events(None):
             if isinstance(event, Restarted):
                 events = [one for one in events if one[0] != prompt_index]
@@ -316,7 +316,7 @@ class AnswerResponse(EventResponse):
         return _as_response(self._writer.result())
 
     async def _events(self, send: Send | None) -> Any:
-        """The engine's events until all prompts are answered. With `send`, comments keep a silent stream alive."""
+        """Yield the engine's events until all prompts are answered. With `send`, comments keep a silent stream open."""
         num_left = self._answer.num_prompts
         loop = asyncio.get_running_loop()
         keep_alive = loop.call_later(KEEP_ALIVE_S, self._answer.notify, KeepAliveDue()) if send else None
@@ -326,7 +326,7 @@ class AnswerResponse(EventResponse):
                 if isinstance(event, Interruption):
                     raise self._interrupted(event)
                 if isinstance(event, KeepAliveDue):
-                    # Only before the first chunk: a long prompt is computed, or an echo waits for the whole answer.
+                    # Needed before the first chunk only: in a long prefill, or while an echo waits for its answer.
                     if send and not self._has_chunk:
                         await self._comment(send, "reading")
                         keep_alive = loop.call_later(KEEP_ALIVE_S, self._answer.notify, KeepAliveDue())
@@ -344,7 +344,7 @@ class AnswerResponse(EventResponse):
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has left."""
+    """Wait until the client leaves."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -360,11 +360,11 @@ def shutting_down() -> ApiError:
 
 
 async def send_event(send: Send, data: Mapping[str, Any], name: str | None) -> None:
-    """Sends an event of a stream."""
+    """Send an event of a stream."""
     head = f"event: {name}\ndata: ".encode() if name else b"data: "
     await send({"type": "http.response.body", "body": head + to_json(data) + b"\n\n", "more_body": True})
 
 
 async def send_end(send: Send) -> None:
-    """Ends a stream."""
+    """End a stream."""
     await send({"type": "http.response.body", "body": b"", "more_body": False})

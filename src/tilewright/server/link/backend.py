@@ -1,4 +1,4 @@
-"""The interface between the server and an engine: requests, events and the model's properties, also as JSON."""
+"""The interface between the server and an engine: requests, events and model information, with their JSON forms."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tilewright.types import Constraint, EngineUnavailable, FinishReason, Reques
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """A request to the engine: messages, a text or token ids, and sampling parameters. JSON's types and bytes only."""
+    """A request to the engine: messages, a text or token ids, with sampling parameters. JSON types and bytes only."""
 
     messages: Sequence[Mapping[str, Any]] | None = None
     text: str | None = None
     token_ids: Sequence[int] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # by the names of SamplingParams
-    wants_prompt: bool = False  # whether Ended has the prompt's text
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams
+    wants_prompt: bool = False  # Ended includes the prompt's text
     # The client's names for the prompt and the constraint, for errors.
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -35,7 +35,7 @@ class SpelledLogprob:
     top: tuple[tuple[bytes, float], ...]
 
 
-AUDIO_RATE = 24_000  # of all voices there are
+AUDIO_RATE = 24_000  # samples per second, of all voices
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class AnswerDelta:
     num_tokens: int
     finish_reason: FinishReason | None = None
     logprobs: tuple[SpelledLogprob, ...] | None = None
-    audio: bytes = b""  # what was said: 16-bit mono samples, AUDIO_RATE of them a second
+    audio: bytes = b""  # speech: 16-bit mono samples, AUDIO_RATE per second
 
 
 @dataclass(frozen=True)
 class Started:
-    """The prompt is computed, and the first token is there."""
+    """The prompt is computed, and the first token is sampled."""
 
     num_prompt_tokens: int
     opens_reasoning: bool
@@ -60,12 +60,12 @@ class Started:
 
 @dataclass(frozen=True)
 class Ended:
-    """All n answers are complete."""
+    """A prompt's n answers are complete."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
-    num_output_tokens: int  # of all n
-    timings: Timings  # of the answer that took longest
+    num_output_tokens: int  # of all n answers
+    timings: Timings  # of the longest answer
     prompt: str | None = None
     prompt_logprobs: tuple[SpelledLogprob, ...] | None = None
     bandwidth_share: float | None = None  # of the machine's read bandwidth, in the steps after the first token
@@ -73,7 +73,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """The request failed: there is no answer, or no more of it."""
+    """The request failed; no more events follow."""
 
     kind: Literal["request", "engine", "unavailable"]
     message: str
@@ -88,7 +88,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Restarted:
-    """All events so far are void: another replica computes the request from its beginning, and not the same answer."""
+    """All events so far are void: another replica starts the request again, and its answer may differ."""
 
 
 Event = Started | AnswerDelta | Ended | Failed | Restarted
@@ -105,48 +105,48 @@ class ModelInfo:
     name: str
     max_context: int
     max_sequences: int
-    template: str | None  # the source of its chat template
-    accepts: Sequence[str] = ()  # the kinds of media it takes: image, video, audio
+    template: str | None  # source of the chat template
+    accepts: Sequence[str] = ()  # accepted kinds of media: image, video, audio
     text_limits: TextLimits | None = None  # None: the engine checks them
-    voices: Sequence[str] = ()  # that speak answers, the default first; none: it only writes
-    voice_aliases: Mapping[str, str] = field(default_factory=dict)  # OpenAI's names, and which of `voices` each means
+    voices: Sequence[str] = ()  # voices of spoken answers, the default first; empty: text only
+    voice_aliases: Mapping[str, str] = field(default_factory=dict)  # OpenAI's names of `voices`
 
     def is_meant_by(self, name: str) -> bool:
-        """Whether `name` is its name, with or without the owner's in front."""
+        """Return whether `name` is the model's name, with or without an owner's name before it."""
         return names_model(name, self.name)
 
 
 def names_model(name: str, model: str) -> bool:
-    """Whether `name` is that of the model, with or without the owner's in front."""
+    """Return whether `name` is `model`, with or without an owner's name before it."""
     return model in (name, name.split("/")[-1])
 
 
 Listener = Callable[[Event], None]  # called on the event loop
-Abort = Callable[[], None]  # ends a request; harmless if it has ended
+Abort = Callable[[], None]  # aborts a request; no effect if it has ended
 
 
 class Backend(Protocol):
-    """An engine that answers."""
+    """The server's side of an engine."""
 
     @property
     def model(self) -> ModelInfo:
-        """The model; EngineUnavailable while there is none."""
+        """The model; raises EngineUnavailable while none is loaded."""
 
     @property
     def num_restarts(self) -> int:
-        """How often the engine was restarted."""
+        """The number of times that the engine was restarted."""
 
     def submit(self, request: EngineRequest, listener: Listener) -> Abort:
-        """Submits a request, whose events go to the listener; EngineUnavailable if no engine is ready."""
+        """Submit a request whose events go to the listener; raise EngineUnavailable if no engine is ready."""
 
     async def stats(self) -> Mapping[str, float]:
-        """The engine's stats, by the names of `engine.stats.Stats`."""
+        """Return the engine's stats under the names of `engine.stats.Stats`."""
 
     async def close(self) -> None:
-        """Ends the engine; requests under way are dropped."""
+        """End the engine; running requests are dropped."""
 
 
-_EVENTS = (Started, AnswerDelta, Ended, Failed)  # by the number that JSON has for each
+_EVENTS = (Started, AnswerDelta, Ended, Failed)  # indexed by the number that stands for each in JSON
 
 
 def request_to_json(request: EngineRequest) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def request_from_json(fields: Mapping[str, Any]) -> EngineRequest:
 
 
 def event_to_json(event: Event) -> list[Any]:
-    """An event as a list: its type's number, then its fields. Most are AnswerDeltas without log-probabilities."""
+    """Return an event as a list: its type's number, then its fields."""
     if isinstance(event, AnswerDelta):
         logprobs = _spelled_to_json(event.logprobs)
         fields = [1, event.index, event.text, event.num_tokens, event.finish_reason, logprobs]

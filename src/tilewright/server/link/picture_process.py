@@ -1,7 +1,7 @@
-"""The process that makes pictures: reads requests from a socket, writes their events.
+"""The picture worker's process: reads requests from a socket, sends their events.
 
-It yields to the engine (docs/server.md has the measurements). Where the machine has several memory nodes, its threads
-and its memory are on one of them: the last, since the engine's ranks take the first ones first.
+It runs at a lower priority than the engine (docs/server.md has measurements). On a machine with several memory nodes,
+its threads and memory are on the last one, since the engine's ranks use the first nodes first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tilewright.weights import embedded
 
 
 def open_diffusion(**options: Any) -> PictureMaker:
-    """A Diffusion by its arguments. A model that cannot be loaded is a RequestError."""
+    """Open a Diffusion; raise RequestError for a model that cannot be loaded."""
     name = embedded.name_of(options.get("model") or embedded.DRAWING_NAME)
     require_start(name)
     try:
@@ -38,11 +38,13 @@ def open_diffusion(**options: Any) -> PictureMaker:
 
 
 def serve(channel: Channel, options: dict[str, Any]) -> None:
-    """Serves requests until the other end closes. `entry` names what opens the model, `model` are its arguments."""
+    """Serve requests until the other end closes. Option `entry` names the function that opens the model, called with
+    the arguments in `model`.
+    """
     os.nice(options["niceness"])
     if options["num_threads"] is not None:
         config.use(dataclasses.replace(config.current(), num_threads=options["num_threads"]))
-    if options["model"].get("tp", 1) == 1:  # several ranks are bound to a node each
+    if options["model"].get("tp", 1) == 1:  # with several ranks, each is bound to a node of its own
         _take_a_node()
     module, _, function = options["entry"].partition(":")
     try:
@@ -68,12 +70,12 @@ def serve(channel: Channel, options: dict[str, Any]) -> None:
             worker.cancel(message["cancel"])
         else:
             raise ValueError(f"unknown message with {sorted(message)}")
-    # The server has closed the socket: nobody waits for what is under way, and nothing outlives the process.
+    # The server has closed the socket: running requests have no reader, and the process keeps nothing on disk.
     os._exit(0)
 
 
 def _take_a_node() -> None:
-    """Binds the process to one memory node of several, before torch and the kernels count CPUs."""
+    """Bind the process to the last of several memory nodes, before torch and the kernels count CPUs."""
     topology = read_topology()
     if len(topology.nodes) > 1:
         plan = plan_binding(topology, len(topology.nodes), num_threads=config.current().num_threads)
@@ -81,7 +83,7 @@ def _take_a_node() -> None:
 
 
 def _bind_thread() -> None:
-    """Gives the calling thread and its team their CPUs, where the process is bound: else it had those of one thread."""
+    """Bind the calling thread and its team to CPUs if the process is bound: it would have only one thread's CPU."""
     if config.current().bind_cpus:
         from tilewright.ops.native import bind_team
 

@@ -1,4 +1,4 @@
-"""The process that makes pictures, as the server sees it: started by the first request, with a queue in front of it."""
+"""The server's side of the picture worker: its queue, and its process, which the first request starts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from tilewright.server.http.errors import ApiError
 _log = logging.getLogger(__name__)
 
 PictureListener = Callable[[PictureEvent], None]  # called on the event loop
-Cancel = Callable[[], None]  # ends a request within a step; harmless if it has ended
-ENTRY = "tilewright.server.link.picture_process:open_diffusion"  # what makes the pictures, called in the process
-NICENESS = 10  # of the process: a core that the engine wants too is the engine's for nine tenths of the time
-_FIRST_GUESS_S = 30.0  # for a picture, before any was made
+Cancel = Callable[[], None]  # cancels a request within a step; no effect if it has ended
+ENTRY = "tilewright.server.link.picture_process:open_diffusion"  # opens the model, in the process
+NICENESS = 10  # the engine gets nine tenths of a core that both want
+_FIRST_GUESS_S = 30.0  # expected time of a picture before the first is made
 _SMOOTHING = 0.2
 _NOT_STARTED = "the image worker cannot be started; the server's log has the reason"
 
@@ -43,16 +43,16 @@ _NOT_STARTED = "the image worker cannot be started; the server's log has the rea
 class _Job:
     request_id: str
     request: PictureRequest
-    listener: PictureListener | None  # None: nobody waits for it any more
-    expected_s: float | None = None  # from where it is begun; None: it is not known
+    listener: PictureListener | None  # None: cancelled
+    expected_s: float | None = None  # from its start; None: unknown
 
 
 class PictureBackend(SupervisedProcess):
-    """Makes pictures, one request at a time in the order they came; `max_queue` may wait, more are refused with 429.
+    """Makes pictures, one request at a time in order of arrival; `max_queue` may wait, more are refused with 429.
 
-    Its process has `niceness` more than this one and `num_threads`, one per CPU if None. There is none, and no model in
-    memory, before the first request. When it dies, the request that it worked on ends with an error; the next process
-    makes those that wait.
+    Its process has a niceness `niceness` above this one's and `num_threads` threads, one per CPU if None. The first
+    request starts it and loads the model. When it dies, its running request ends with an error; a new process
+    makes the waiting ones.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PictureBackend(SupervisedProcess):
         self._queue: deque[_Job] = deque()
         self._running: _Job | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._was_ready = False  # the process of now
+        self._was_ready = False  # the current process
         self._waiting_for_limits: list[asyncio.Future[None]] = []
         self._expecting: dict[str, asyncio.Future[Expectation | None]] = {}
         self._mean_s = _FIRST_GUESS_S
@@ -91,17 +91,17 @@ class PictureBackend(SupervisedProcess):
         return int(self._running is not None)
 
     def stats(self) -> dict[str, float]:
-        """For /metrics."""
+        """Return the stats for /metrics."""
         counts = {"num_waiting": self.num_waiting, "num_running": self.num_running, "is_ready": self.is_ready}
         return {**counts, "num_restarts": self.num_restarts}
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if there is one."""
+        """The process's id; None if there is no process."""
         return None if self._process is None else self._process.pid
 
     async def wait_for_limits(self) -> None:
-        """Returns once they are known, for which the first call starts the process; 503 if it cannot be started."""
+        """Wait until the limits are known; the first call starts the process. Raise a 503 if it cannot be started."""
         if self.limits is not None:
             return
         self._start_once()
@@ -110,12 +110,12 @@ class PictureBackend(SupervisedProcess):
         await known
 
     def check(self, request: PictureRequest) -> None:
-        """RequestError for what the model does not take. Before its process has started, the process checks."""
+        """Raise RequestError for a request that the model does not support. No check before the process has started."""
         if self.limits is not None:
             request.params(self.limits, request.picture)
 
     def check_room(self) -> None:
-        """429 if the queue is full, EngineUnavailable if the process is stopped."""
+        """Raise a 429 if the queue is full, EngineUnavailable if the process is stopped."""
         self.check_running()
         if len(self._queue) < self._max_queue or (not self._queue and self._running is None):
             return
@@ -127,11 +127,11 @@ class PictureBackend(SupervisedProcess):
         raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
 
     async def expect(self, request: PictureRequest, allowed_s: float | None = None) -> Expectation | None:
-        """How long a request takes once it is begun; None where the process is being restarted and cannot tell.
+        """Return the expected time of a request from its start; None if the process is not ready.
 
-        With `allowed_s`, ApiError if it takes longer: 400 for the request alone, 429 together with what is before it.
+        With `allowed_s`, raise ApiError if it takes longer: 400 for the request alone, 429 together with the queue.
         """
-        self.check_room()  # also whether the process could answer
+        self.check_room()  # also raises if the process is stopped
         if not self.is_ready:
             return None
         name = uuid.uuid4().hex
@@ -146,7 +146,7 @@ class PictureBackend(SupervisedProcess):
         return found
 
     def _check_time(self, found: Expectation, allowed_s: float) -> None:
-        given = f"the {allowed_s:g} s that this server gives a request (--request-timeout)"
+        given = f"the {allowed_s:g} s that this server allows a request (--request-timeout)"
         if found.seconds > allowed_s:
             others = " or ".join(found.sizes_in_time)
             message = (
@@ -165,7 +165,7 @@ class PictureBackend(SupervisedProcess):
             raise ApiError(429, message, kind="rate_limit_error", code="queue_too_long", headers=headers)
 
     def _before_s(self) -> float:
-        """How long the queue takes, and what is left of the request under way."""
+        """Return the expected seconds of the queue and of the rest of the running request."""
         waiting_s = sum(self._mean_s if job.expected_s is None else job.expected_s for job in self._queue)
         running = self._running
         if running is None or running.expected_s is None:
@@ -174,9 +174,9 @@ class PictureBackend(SupervisedProcess):
         return waiting_s + max(0.0, running.expected_s - elapsed_s)
 
     def submit(self, request: PictureRequest, listener: PictureListener, expected_s: float | None = None) -> Cancel:
-        """Puts a request into the queue; its events go to the listener, the first before this returns.
+        """Put a request into the queue; its events go to the listener, the first before this method returns.
 
-        `expected_s` is how long it takes, if that is known: what `expect` says to later ones depends on it.
+        `expected_s` is its expected time, if known: the waiting time of later requests depends on it.
         """
         self.check_room()
         job = _Job(uuid.uuid4().hex, request, listener, expected_s)
@@ -214,7 +214,7 @@ class PictureBackend(SupervisedProcess):
     def on_message(self, message: dict[str, Any]) -> None:
         if "expected" in message:
             coming = self._expecting.get(message["expected"])
-            if coming is not None and not coming.done():  # somebody waits for it still
+            if coming is not None and not coming.done():  # the caller still waits
                 about = message["expectation"]
                 coming.set_result(None if about is None else Expectation(**about))
             return

@@ -1,4 +1,4 @@
-"""The engine in a child process that is restarted when it ends, or in this process for `tilewright batch`."""
+"""Backends: an engine in a child process that is restarted when it ends, or in this process (`tilewright batch`)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class LocalBackend:
-    """A Backend over an Engine that the caller closes. `limits` are those of `EngineService`."""
+    """A Backend with an Engine in this process, which the caller closes. `limits` are EngineService's."""
 
-    num_restarts = 0  # a crash ends this process too
+    num_restarts = 0  # a crash of the engine ends this process
 
     def __init__(self, engine: Engine, limits: tuple[float, float] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -67,7 +67,7 @@ class LocalBackend:
 
 
 def deliver(listeners: dict[str, Listener], post: Post) -> None:
-    """Calls the listeners of the events' requests, and removes those of requests that end."""
+    """Call the listeners of the events' requests, and remove the listeners of requests that end."""
     for request_id, event in post:
         is_last = isinstance(event, Ended | Failed)
         listener = listeners.pop(request_id, None) if is_last else listeners.get(request_id)
@@ -77,7 +77,7 @@ def deliver(listeners: dict[str, Listener], post: Post) -> None:
 
 _log = logging.getLogger(__name__)
 
-STATS_TIMEOUT_S = 1.5  # /health is to answer within 2 s; the thread that receives a query computes nothing itself
+STATS_TIMEOUT_S = 1.5  # /health has to answer within 2 s; the engine's receiving thread computes nothing itself
 
 
 class RemoteBackend(SupervisedProcess):
@@ -89,7 +89,7 @@ class RemoteBackend(SupervisedProcess):
         self._stats: dict[str, asyncio.Future[Mapping[str, float]]] = {}
         self._model: ModelInfo | None = None
         self._last_stats: Mapping[str, float] = {}
-        self._silent_since_s: float | None = None  # the first query that was not answered, while none was since
+        self._silent_since_s: float | None = None  # the first unanswered query since the last answer
 
     @property
     def model(self) -> ModelInfo:
@@ -108,9 +108,9 @@ class RemoteBackend(SupervisedProcess):
         return lambda: self._abort(request_id)
 
     async def stats(self) -> Mapping[str, float]:
-        """The engine's stats; the last known ones of an engine that is too busy to tell.
+        """Return the engine's stats; the last known ones if it is too busy to answer.
 
-        EngineUnavailable if it does not respond and computes nothing: it is stopped, or swapped out.
+        Raise EngineUnavailable if it neither responds nor computes: it is stopped, or swapped out.
         """
         self.check_running()
         loop, query = asyncio.get_running_loop(), uuid.uuid4().hex
@@ -144,7 +144,7 @@ class RemoteBackend(SupervisedProcess):
             waiting.set_result(message["values"])
 
     def on_end(self, how: str) -> None:
-        """Fails all requests under way."""
+        """Fail all running requests."""
         if not (self._is_closing or self._is_refused):
             _log.error("the engine ended (%s) with %d requests under way", how, len(self._listeners))
         message = f"the engine ended ({how}) and is being restarted; send the request again"

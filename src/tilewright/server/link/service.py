@@ -49,8 +49,8 @@ class Outbox:
             self._events.append((request_id, event))
 
     def flush(self) -> None:
-        """Sends the events that were put, if any."""
-        with self._lock:  # held while sending: later events must not overtake
+        """Send the collected events, if any."""
+        with self._lock:  # held while sending, so that later events do not overtake
             events, self._events = self._events, []
             if events:
                 self._send(events)
@@ -62,7 +62,7 @@ Emit = Callable[[str, Event], None]  # (request id, event); called on the engine
 
 
 class EngineService:
-    """Submits requests and emits their events. `submit` and `abort` are for one thread.
+    """Submits requests and emits their events. One thread calls `submit` and `abort`.
 
     `limits` are the machine's measured limits, if any: (bytes read, GEMM operations) per second.
     """
@@ -83,7 +83,7 @@ class EngineService:
         return ModelInfo(loaded.name, *sizes, template, accepts, text_limits, *voices)
 
     def submit(self, request_id: str, request: EngineRequest) -> None:
-        """Submits a request; its events, errors included, are emitted."""
+        """Submit a request; its events, errors included, are emitted."""
         try:
             handle = self._submit(request)
         except Exception as error:
@@ -104,13 +104,13 @@ class EngineService:
         handle.subscribe(on_delta, on_end)
 
     def abort(self, request_id: str) -> None:
-        """Aborts a request; does nothing if it has ended."""
+        """Abort a request; do nothing if it has ended."""
         handle = self._handles.get(request_id)
         if handle is not None:
             handle.abort()
 
     def stats(self) -> dict[str, float]:
-        """The engine's Stats by name, and the shares of the machine's limits that its steps reach."""
+        """Return the engine's Stats by name, and the shares of the machine's limits that its steps reach."""
         stats = {**dataclasses.asdict(self._engine.stats()), "num_replicas": 1}
         if self._limits is not None:
             read_limit, gemm_limit = self._limits
@@ -127,7 +127,7 @@ class EngineService:
 
 
 class _Events:
-    """The events of one request."""
+    """Makes the events of one request."""
 
     def __init__(self, tokenizer: Tokenizer, handle: Handle, request: EngineRequest, read_limit: float | None) -> None:
         self._tokenizer = tokenizer
@@ -184,7 +184,7 @@ class _Events:
 
 
 def failure(error: BaseException, request: EngineRequest) -> Failed:
-    """The event of an error. An internal error is logged, and the client sees no details of it."""
+    """Return the event of an error. An internal error is logged, and the client sees no details."""
     if isinstance(error, RequestError):
         # An error without a field is about the prompt: its media, its placeholders, its length.
         param = param_of(error) or "prompt"
@@ -192,20 +192,20 @@ def failure(error: BaseException, request: EngineRequest) -> Failed:
     if isinstance(error, EngineLostError):
         return Failed("unavailable", f"{error}; the engine is being restarted, send the request again")
     if isinstance(error, TransientError):
-        _log.warning("a request failed that may succeed again: %s", error)
+        _log.warning("a request failed and may succeed if sent again: %s", error)
         return Failed("unavailable", f"{error}; send the request again")
     _log.error("a request failed", exc_info=error)
     return Failed("engine", "the engine could not compute this request; the server's log has the reason")
 
 
-# Measures the machine's limits, which /metrics compares the engine with: 0.7 s of the start, buffers included. They are
-# in the message that the engine is ready, and in the options of one that takes its place.
+# Measurement of the machine's limits, with which /metrics compares the engine: 0.7 s of the start, buffers included.
+# The message that the engine is ready has them, and the options of a restarted engine.
 MEASURE_S = 0.2
 KNOWN_LIMITS = "known_limits"
 
 
 def serve(channel: Channel, options: dict[str, Any]) -> None:
-    """Serves requests until the other end closes."""
+    """Serve requests until the other end closes."""
     from tilewright.engine.measure import machine
 
     known_limits = options.pop(KNOWN_LIMITS, None)

@@ -20,19 +20,19 @@ from tilewright.types import RequestError
 Resolve = Callable[[str, int], Sequence[str]]  # (host name, port) -> addresses; may block
 _MAX_ADDRESSES_TRIED = 4
 
-# IANA's special-purpose registries, without the globally routed entries. Python's is_global differs between versions.
+# IANA's special-purpose registries without globally routed entries. Python's is_global differs between versions.
 _REFUSED_V4 = tuple(
     ipaddress.IPv4Network(network)
     for network in (
         "0.0.0.0/8",  # this host
         "10.0.0.0/8",
-        "100.64.0.0/10",  # shared by the customers of a provider
+        "100.64.0.0/10",  # carrier-grade NAT
         "127.0.0.0/8",
         "169.254.0.0/16",  # link-local; clouds keep their credentials at 169.254.169.254
         "172.16.0.0/12",
         "192.0.0.0/24",
         "192.0.2.0/24",
-        "192.88.99.0/24",  # relays of 6to4
+        "192.88.99.0/24",  # 6to4 relays
         "192.168.0.0/16",
         "198.18.0.0/15",
         "198.51.100.0/24",
@@ -57,11 +57,11 @@ _6TO4 = ipaddress.IPv6Network("2002::/16"), 80
 
 
 class RefusedAddress(Exception):
-    """The host has no address, or one that is not public. The message does not say which, unless `allow_private`."""
+    """The host has no address, or an address that is not public. The message says which only with `allow_private`."""
 
 
 def is_public(address: str) -> bool:
-    """Whether a numeric address is public."""
+    """Return whether a numeric address is public."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -77,13 +77,13 @@ def is_public(address: str) -> bool:
 
 
 def resolve_host(host: str, port: int) -> list[str]:
-    """The addresses of a host, each once."""
+    """Return the addresses of a host, without duplicates."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 class PublicNetwork(httpcore2.AsyncNetworkBackend):
-    """Connects to hosts all of whose addresses are public, or to any host if `allow_private`.
+    """Connects to hosts whose addresses are all public, or to any host if `allow_private`.
 
     A host is looked up once per connection, and only the checked addresses are connected to: a name that changes its
     address in between, or a redirect, cannot lead elsewhere.
@@ -139,12 +139,12 @@ _KEEPALIVE_S = 5.0
 _NUM_RESOLVERS = 16  # threads, so that a slow name server does not delay other lookups
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PORTS = {"http": 80, "https": 443}
-# Each piece costs time whatever its size: tiny ones would keep the whole server busy.
+# Each piece costs time at any size: tiny pieces would keep the whole server busy.
 _MIN_PIECE_BYTES, _FREE_PIECES = 256, 4096
 
 
 class FetchError(RequestError):
-    """Why a URL was not fetched, without the URL and the item's name."""
+    """A URL could not be fetched. The message has the reason, without the URL and the item's name."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class _Target:
 
 
 class Fetcher:
-    """Fetches URLs, many at once; only from public addresses unless `allow_private`."""
+    """Fetches URLs concurrently, only from public addresses unless `allow_private`."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class Fetcher:
         self._max_redirects = max_redirects
         self._timeout_s = timeout_s
         self._resolvers = ThreadPoolExecutor(_NUM_RESOLVERS, "resolve")
-        # Proxies of the environment are not used: the addresses they connect to could not be checked.
+        # Proxies from the environment are not used: the addresses they connect to could not be checked.
         self._pool = httpcore2.AsyncConnectionPool(
             ssl_context=ssl_context or httpcore2.default_ssl_context(),
             max_connections=MAX_CONNECTIONS,
@@ -192,9 +192,9 @@ class Fetcher:
         )
 
     async def fetch(self, url: str, max_bytes: int, take: Callable[[int], None]) -> bytes:
-        """The body of a response with status 200, at most `max_bytes`. `take` reserves memory, and may refuse.
+        """Return the body of a response with status 200, at most `max_bytes`. `take` reserves memory, or raises.
 
-        A FetchError has the reason, and of the response nothing but its status.
+        A FetchError has the reason; it reveals nothing of the response except its status.
         """
         try:
             return await asyncio.wait_for(self._follow(url, max_bytes, take), self._timeout_s)
@@ -228,12 +228,12 @@ class Fetcher:
 
 def _parse(url: str) -> _Target:
     if any(char <= " " or char in "\\\x7f" for char in url):
-        raise FetchError("the URL has a space, a backslash or a control character in it")
+        raise FetchError("the URL has a space, a backslash or a control character")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
         host = (host if host.isascii() else host.encode("idna").decode("ascii")).rstrip(".")
-        # Percent-encodes what is not encoded yet.
+        # Percent-encode characters that are not yet encoded.
         path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~") + (parts.query and "?")
         path += quote(parts.query, safe="/%:@!$&'()*+,;=~?")
     except ValueError:
@@ -255,7 +255,7 @@ def _join(url: str, location: str) -> str:
 
 
 def _header(response: httpcore2.Response, name: bytes) -> str:
-    """The values of a header, joined."""
+    """Return the values of a header, joined."""
     return ", ".join(value.decode("utf-8", "replace") for key, value in response.headers if key.lower() == name)
 
 

@@ -1,4 +1,4 @@
-"""The media of a request as bytes, before the engine gets it: the engine process fetches, opens and decodes no URL."""
+"""Replaces the media of a request by their bytes before the engine gets it: the engine process opens no URL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tilewright.server.media.sources import (
 )
 from tilewright.types import RequestError
 
-_MAX_AT_ONCE = 8  # URLs and files of one request
+_MAX_AT_ONCE = 8  # URLs and files per request
 _NUM_READERS = 4  # threads that read files and decode data: URLs
 _MAX_DECODED_HERE = 1 << 16  # characters of a data: URL: 0.7 ms of the event loop; a thread would cost 0.1 ms
 
@@ -36,13 +36,13 @@ class MediaPolicy:
 
     limits: MediaLimits = field(default_factory=MediaLimits)
     allow_private_addresses: bool = False
-    folders: tuple[Path, ...] = ()  # of files that requests may name by path or file: URL; empty: none
+    folders: tuple[Path, ...] = ()  # folders with files that requests may name; empty: none
     timeout_s: float = 30.0  # for one item, redirects included
     max_redirects: int = 3
 
 
 class MediaGate:
-    """Replaces the URLs and paths of requests by the bytes they stand for, many requests at once."""
+    """Replaces the URLs and paths of requests by their bytes, for many requests concurrently."""
 
     def __init__(self, policy: MediaPolicy, fetcher: Fetcher | None = None) -> None:
         self._policy = policy
@@ -58,11 +58,11 @@ class MediaGate:
     async def resolve(
         self, messages: list[dict[str, Any]], hold: Callable[[int], None] = lambda num_bytes: None
     ) -> list[dict[str, Any]]:
-        """The messages with the bytes of each medium in the place of its URL or path.
+        """Return the messages with the bytes of each medium in place of its URL or path.
 
-        `hold` is called with the number of bytes before they are kept, and may refuse them; at the end with a negative
-        one for the data: URLs, which the caller is to drop together with `messages`.
-        RequestError names the item that is too large, one too many, not allowed or cannot be read.
+        `hold` is called with a number of bytes before they are stored, and may raise; at the end with the negative size
+        of the data: URLs, which the caller has to drop together with `messages`.
+        RequestError names the item that is too large, one too many, not allowed or not readable.
         """
         sources = MediaSources(self._policy.limits)
         planned = [sources.plan(message) for message in messages]
@@ -124,7 +124,7 @@ def _size(data: bytes | list[bytes]) -> int:
 
 
 def _shown(source: str) -> str:
-    """The source for a message: without a user's name and password, printable, at most 100 characters."""
+    """Return the source for a message: without user name and password, printable, at most 100 characters."""
     scheme, separator, rest = source.partition("://")
     host, slash, path = rest.partition("/")
     text = f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"

@@ -1,7 +1,7 @@
-"""What the media of a request are read from: data: URLs, http(s) URLs, and files of the folders of --allow-files.
+"""The sources of a request's media: data: URLs, http(s) URLs, and files in the folders of --allow-files.
 
 Python's base64 decoder holds the interpreter lock: 20 MB in one call would stop the event loop for 0.2 s. A data: URL
-is decoded piece by piece, and other threads run in between.
+is decoded in pieces, and other threads run in between.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ PIECE_CHARACTERS = 1 << 16  # 0.7 ms of decoding
 
 
 def decode_data_url(url: str, name: str, limits: MediaLimits) -> bytes:
-    """The bytes of a data: URL that `check_data_url` accepts.
+    """Return the bytes of a data: URL that `check_data_url` accepts.
 
-    RequestError, with the item's name, for one that is not base64, empty or too large.
+    Raise RequestError, with the item's name, for a URL that is not base64, empty or too large.
     """
     comma = url.index(",")
     return _decode(url, name, limits, start=comma + 1, is_base64=url[:comma].lower().endswith(";base64"))
 
 
 def decode_frames_url(url: str, name: str, limits: MediaLimits) -> list[bytes]:
-    """The encoded frames of a video, of a URL as vLLM takes them: data:video/jpeg;base64,FRAME,FRAME,..."""
+    """Return the encoded frames of a video URL in vLLM's form: data:video/jpeg;base64,FRAME,FRAME,..."""
     frames = url[url.index(",") + 1 :].split(",")
     return [_decode(frame, f"{name}, frame {number}", limits) for number, frame in enumerate(frames, 1)]
 
@@ -63,7 +63,7 @@ def _decode(text: str, name: str, limits: MediaLimits, start: int = 0, is_base64
 
 
 def _pieces(text: str, start: int) -> Iterator[str]:
-    """The text from `start` on, cut nowhere within an escape such as %2B."""
+    """Yield pieces of the text from `start` on, never cut within an escape such as %2B."""
     while start < len(text):
         end = min(start + PIECE_CHARACTERS, len(text))
         if end < len(text) and (escape := text.rfind("%", end - 2, end)) > start:
@@ -80,12 +80,12 @@ def _base64_pieces(pieces: Iterator[str]) -> Iterator[bytes]:
         whole = len(characters) // 4 * 4
         left = characters[whole:]
         if whole and has_padding:
-            raise ValueError("it goes on after its padding")
+            raise ValueError("it continues after its padding")
         has_padding = has_padding or characters.endswith("=", 0, whole)
         num_characters += whole
         yield _decoded(characters[:whole])
     if num_characters and not has_padding and not left.strip("="):
-        return  # padding that is not needed, which Python's decoder allows too
+        return  # superfluous padding, which Python's decoder also allows
     if len(left) == 1:
         raise ValueError(f"{num_characters + 1} characters, one more than a multiple of 4")
     yield _decoded(left)
@@ -99,7 +99,7 @@ def _decoded(characters: str) -> bytes:
 
 
 class FileError(RequestError):
-    """Why a file was not read, without its path and the item's name."""
+    """A file could not be read. The message has the reason, without its path and the item's name."""
 
 
 class FolderReader:
@@ -108,15 +108,15 @@ class FolderReader:
     def __init__(self, folders: Sequence[Path]) -> None:
         for folder in folders:
             if not folder.is_dir():
-                raise RequestError(f"files are to be read from {folder}, which is not a folder")
+                raise RequestError(f"--allow-files {folder} is not a folder")
         self._given = [os.path.abspath(folder) for folder in folders]
         self._real = [os.path.realpath(folder) for folder in folders]
 
     def read(self, source: str, max_bytes: int) -> bytes:
-        """The file at a path or a file: URL. FileError if it may not or cannot be read."""
+        """Return the contents of a path or a file: URL; raise FileError if it is not allowed or not readable."""
         try:
             path = os.path.abspath(_path_of(source))
-            # Checked before the disk is: errors must not reveal which other files exist.
+            # Check before accessing the disk: errors must not reveal which other files exist.
             if not _is_within(path, [*self._given, *self._real]):
                 raise _not_allowed()
             return self._read(path, max_bytes)
@@ -132,7 +132,7 @@ class FolderReader:
         # Opening a pipe or a device could block or have effects.
         handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY)
         try:
-            # A folder of the path may have become a link meanwhile: the path of the open file counts.
+            # A folder of the path may have become a link meanwhile: check the path of the open file.
             if not _is_within(os.readlink(f"/proc/self/fd/{handle}"), self._real):
                 raise _not_allowed()
             status = os.fstat(handle)
@@ -169,13 +169,13 @@ MAX_SOURCE_LENGTH = 8192  # characters of a URL or a path; a data: URL has limit
 
 @dataclass(eq=False)
 class MediaSource:
-    """A URL or a path, and its bytes once they were read."""
+    """A URL or a path, with its bytes once they are read."""
 
     text: str
     name: str  # of the first item that uses it, for errors: "image 2"
     is_frames: bool = False  # a data: URL with the frames of a video
     num_uses: int = 0
-    size_bytes: int = 0  # counted so far; of a data: URL, an estimate until it is decoded
+    size_bytes: int = 0  # counted so far; for a data: URL an estimate until it is decoded
     data: bytes | list[bytes] | None = None
 
     @property
@@ -184,30 +184,31 @@ class MediaSource:
 
 
 class MediaSources:
-    """The sources of all media of one request, within its limits."""
+    """The sources of all media of one request, checked against its limits."""
 
     def __init__(self, limits: MediaLimits) -> None:
         self._limits = limits
         self._inline: list[MediaSource] = []
-        self._by_text: dict[str, MediaSource] = {}  # without data: URLs, which are long and rarely equal
+        self._by_text: dict[str, MediaSource] = {}  # no data: URLs, which are long and rarely equal
         self._num_items: Counter[MediaKind] = Counter()
         self._num_frames = 0  # of videos that are given as frames
         self._total_bytes = 0
 
     def __iter__(self) -> Iterator[MediaSource]:
-        """Each source once, however many parts use it."""
+        """Yield each source once, however many parts use it."""
         yield from self._inline
         yield from self._by_text.values()
 
     def plan(self, message: Any) -> Any:
-        """The message with a Source for each URL and path. Messages of other forms stay as they are: the engine
-        rejects them by name."""
+        """Return the message with a MediaSource for each URL and path. Malformed messages are returned unchanged:
+        the engine rejects them by name.
+        """
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
             return message
         return {**message, "content": [self._plan_part(part) for part in message["content"]]}
 
     def grow(self, source: MediaSource, num_bytes: int) -> None:
-        """Counts more bytes of a source, once for each part that uses it: each is a copy for the engine."""
+        """Count more bytes of a source, once per part that uses it: each is a copy for the engine."""
         source.size_bytes += num_bytes
         self._count(num_bytes * source.num_uses, source.name)
 
@@ -238,7 +239,7 @@ class MediaSources:
         return {**rest, "type": kind, kind: planned}
 
     def _plan_values(self, part: Mapping[str, Any], value_type: str) -> MediaSource:
-        """Of the base64 that stands for what would be made of a medium."""
+        """Return the source of precomputed values, which a part has as base64."""
         name = self._count_item(TYPES[value_type].kind)
         check_allowed(value_type, name, self._limits)
         values = part.get(value_type)
@@ -249,7 +250,7 @@ class MediaSources:
         return self._add(f"data:application/octet-stream;base64,{values}", name, must_be_url=True)
 
     def _count_item(self, kind: MediaKind) -> str:
-        """The item's name."""
+        """Count an item and return its name."""
         self._num_items[kind] += 1
         name = f"{kind} {self._num_items[kind]}"
         check_count(self._num_items.total(), name, self._limits)
@@ -258,7 +259,7 @@ class MediaSources:
     def _add(self, text: str, name: str, must_be_url: bool, is_frames: bool = False) -> MediaSource:
         if scheme_of(text) == "data":
             source = MediaSource(text, name, is_frames, num_uses=1)
-            # check_data_url counts each "%" as an escape of three characters: many bare ones would count below zero.
+            # check_data_url counts each "%" as an escape of three characters: many bare ones give a negative size.
             self.grow(source, max(0, check_data_url(text, name, self._limits)))
             self._inline.append(source)
             return source
@@ -283,7 +284,7 @@ class MediaSources:
 
 
 def filled(message: Any) -> Any:
-    """A planned message with the bytes of its Sources in their places."""
+    """Return a planned message with the bytes of its MediaSources in their places."""
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
         return message
     return {**message, "content": [_filled_part(part) for part in message["content"]]}
@@ -300,6 +301,6 @@ def _data(value: Any) -> Any:
 
 
 def scheme_of(source: str) -> str:
-    """data, http, https or file, if it begins with one of them; a path begins with none."""
+    """Return data, http, https or file if the source begins with one of them; "" for a path."""
     scheme, colon, _ = source[:6].lower().partition(":")
     return scheme if colon and scheme in ("data", "http", "https", "file") else ""

@@ -1,4 +1,4 @@
-"""Parses the text that a model generates, and makes the grammars that force a tool call."""
+"""Parses the text that a model generates, and makes grammars that force a tool call."""
 
 from tilewright.server.output.parser import OutputParser, has_reasoning, tool_format_of
 from tilewright.server.output.pieces import Piece, ToolCallDelta

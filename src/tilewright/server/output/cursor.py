@@ -1,4 +1,4 @@
-"""Text that comes in pieces, read from its front by generators that pause until more comes."""
+"""Text that arrives in pieces, read by generators that pause until more arrives."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TypeVar
 SPACE = " \t\r\n"  # the white space of JSON, and of templates around tags
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]  # yields until there is more text, or its end; returns a T
+Steps = Generator[None, None, T]  # yields while it needs more text; returns a T
 
 
 class Ends:
-    """Where a run of text ends: at the first of some tags, or at a character of a regular expression's class."""
+    """The ends of a run of text: the first of some tags, or a character of a regular expression's class."""
 
     def __init__(self, *tags: str, characters: str = "") -> None:
         self.pattern = re.compile("|".join([*map(re.escape, tags), *([characters] if characters else [])]) or r"(?!)")
@@ -21,7 +21,7 @@ class Ends:
         self._longest = max(map(len, tags), default=1)
 
     def num_undecided(self, text: str, start: int) -> int:
-        """How many of the last characters may be the beginning of a tag."""
+        """Return the number of last characters that may be the beginning of a tag."""
         for length in range(min(len(text) - start, self._longest - 1), 0, -1):
             end = text[len(text) - length :]
             if any(tag.startswith(end) for tag in self._tags):
@@ -30,10 +30,10 @@ class Ends:
 
 
 class Cursor:
-    """The front of a text.
+    """A position in a text that grows at its end.
 
-    Text that was read is dropped, so that the cost per character does not grow; after `keep` a copy is kept, for a
-    reader that may have to take it back.
+    Text that was read is dropped, so that the cost per character does not grow; after `keep` a copy is kept, for
+    readers that may need it again.
     """
 
     def __init__(self) -> None:
@@ -43,30 +43,30 @@ class Cursor:
         self._kept: list[str] | None = None
 
     def push(self, text: str) -> None:
-        """More text at the back."""
+        """Append text."""
         self._text = self._text[self._position :] + text
         self._position = 0
 
     def end(self) -> None:
-        """No more text will come: generators that wait continue with what there is."""
+        """Mark the end of the text: paused generators then finish with the text there is."""
         self._is_ended = True
 
     def keep(self) -> None:
-        """From here on, what is read is kept too."""
+        """Keep a copy of all text that is read from here on."""
         self._kept = []
 
     def kept(self) -> str:
-        """What was read since `keep`, which ends here."""
+        """Return the text read since `keep`, and stop keeping it."""
         kept = "".join(self._kept or [])
         self.forget()
         return kept
 
     def forget(self) -> None:
-        """Ends `keep`."""
+        """Drop the text read since `keep`, and stop keeping it."""
         self._kept = None
 
     def take(self, length: int) -> str:
-        """The next `length` characters, which have come already."""
+        """Read the next `length` characters, which must have arrived."""
         text = self._text[self._position : self._position + length]
         self._position += length
         if self._kept is not None:
@@ -74,7 +74,7 @@ class Cursor:
         return text
 
     def peek(self) -> Steps[str]:
-        """The next character, still unread; "" at the end."""
+        """Return the next character without reading it; "" at the end."""
         while self._position == len(self._text):
             if self._is_ended:
                 return ""
@@ -82,7 +82,7 @@ class Cursor:
         return self._text[self._position]
 
     def take_if(self, tag: str) -> Steps[bool]:
-        """Whether the tag comes next; it is read then."""
+        """Read the tag if it comes next; return whether it did."""
         while not self._text.startswith(tag, self._position):
             if self._is_ended or not tag.startswith(self._text[self._position : self._position + len(tag)]):
                 return False
@@ -91,7 +91,7 @@ class Cursor:
         return True
 
     def take_markup(self, tag: str) -> Steps[bool]:
-        """As `take_if`; a tag that the text's end cut off is dropped."""
+        """Do as `take_if`, and drop a tag that the end of the text cut off."""
         is_whole = yield from self.take_if(tag)
         rest = self._text[self._position :] if self._is_ended else ""
         if not is_whole and rest and tag.startswith(rest):
@@ -99,7 +99,7 @@ class Cursor:
         return is_whole
 
     def drop_cut(self, ends: Ends) -> Steps[None]:
-        """Drops what the text ends with if that is the beginning of a tag and nothing else."""
+        """Drop the rest of the text if it is an incomplete tag and nothing else."""
         while (yield from self.peek()):
             length = len(self._text) - self._position
             if ends.num_undecided(self._text, self._position) != length:
@@ -111,11 +111,11 @@ class Cursor:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the text has ended, and all of it is read."""
+        """True if the text has ended and all of it is read."""
         return self._is_ended and self._position == len(self._text)
 
     def take_all(self, characters: str) -> Steps[str]:
-        """The run of these characters that comes next, perhaps empty."""
+        """Read the run of these characters that comes next, which may be empty."""
         run: list[str] = []
         while (character := (yield from self.peek())) and character in characters:
             start = end = self._position
@@ -125,11 +125,11 @@ class Cursor:
         return "".join(run)
 
     def take_space(self) -> Steps[str]:
-        """The white space that comes next, perhaps none."""
+        """Read the white space that comes next, which may be empty."""
         return (yield from self.take_all(SPACE))
 
     def read_until(self, ends: Ends, emit: Callable[[str], object]) -> Steps[str]:
-        """The end that was met, still unread; "" if the text ended. What comes before it is emitted as it comes."""
+        """Emit text as it arrives up to one of the ends, and return that without reading it; "" if the text ended."""
         while (found := ends.pattern.search(self._text, self._position)) is None:
             num_held = 0 if self._is_ended else ends.num_undecided(self._text, self._position)
             length = len(self._text) - self._position - num_held
@@ -144,14 +144,14 @@ class Cursor:
 
 
 class HeldEnd:
-    """Passes text on, but holds back characters at its end that may have to be dropped."""
+    """Passes text on, and holds back characters at its end that may have to be dropped."""
 
     def __init__(self, characters: str) -> None:
         self._characters = characters
         self._held: list[str] = []
 
     def push(self, text: str) -> str:
-        """The text that can be passed on now."""
+        """Append text and return what can be passed on now."""
         body = text.rstrip(self._characters)
         released = self.release() + body if body else ""
         if len(body) < len(text):
@@ -159,6 +159,6 @@ class HeldEnd:
         return released
 
     def release(self) -> str:
-        """The text that was held back."""
+        """Return the text that was held back."""
         held, self._held = self._held, []
         return "".join(held)

@@ -1,4 +1,4 @@
-"""Tool calls in JSON: within tags, as Hermes, Qwen2.5, Qwen3 and Qwen3-VL write them, or bare, as Llama 3 does."""
+"""Tool calls in JSON: within tags (Hermes, Qwen2.5, Qwen3, Qwen3-VL) or bare (Llama 3)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Emit = Callable[[str], object]
 
 
 class JsonCall:
-    """Reads {"name": ..., "arguments": {...}}, keys in either order; the arguments' text passes as it is.
+    """Reads {"name": ..., "arguments": {...}}, keys in either order; the arguments' text is passed on unchanged.
 
-    `names`: where nothing but the object says that it is a call, it is one only if its name is among these, and is
-    begun when its arguments are; None: it is one whatever its name, and begins with it.
+    `names` is for formats without tags: the object is a call only if it has one of these names, and the call begins
+    with its arguments. None: it is a call with any name, and begins with the name.
     """
 
     def __init__(self, text: Cursor, output: Output, names: Container[str] | None) -> None:
@@ -31,12 +31,12 @@ class JsonCall:
         self._output = output
         self._names = names
         self._name: str | None = None
-        self._early_arguments: list[str] = []  # those that came before the name
+        self._early_arguments: list[str] = []  # pieces that came before the name
         self._has_arguments = False
         self.has_begun = False
 
     def read(self) -> Steps[None]:
-        """Reads the object, or up to where it is malformed; `has_begun` says whether it was a call."""
+        """Read the object, or up to where it is malformed; `has_begun` is then true if it was a call."""
         text = self._text
         if not (yield from text.take_if("{")):
             return
@@ -53,7 +53,7 @@ class JsonCall:
                 self._output.arguments("{}")
 
     def _read_member(self) -> Steps[bool]:
-        """Whether a key and its value were read, and the object can still be a call."""
+        """Read a key and its value; return whether both are complete and the object can still be a call."""
         text = self._text
         key = yield from _read_string(text)
         yield from text.take_space()
@@ -94,7 +94,7 @@ class JsonCall:
 
 
 def _read_string(text: Cursor) -> Steps[str | None]:
-    """The string that comes next; None if something else comes."""
+    """Read the string that comes next; return None if something else does."""
     parts: list[str] = []
     if (yield from text.peek()) != '"' or not (yield from _pass_string(text, parts.append)):
         return None
@@ -105,9 +105,9 @@ def _read_string(text: Cursor) -> Steps[str | None]:
 
 
 def _pass_value(text: Cursor, emit: Emit) -> Steps[bool]:
-    """Whether a JSON value came to its end; its text is emitted as it comes.
+    """Emit the text of a JSON value as it arrives; return whether the value is complete.
 
-    Only strings, escapes and nesting are parsed, to find the end. A < outside of strings ends it too soon.
+    Only strings, escapes and nesting are parsed, to find the end. A < outside of strings ends an incomplete value.
     """
     first = yield from text.peek()
     if first == '"':
@@ -130,7 +130,7 @@ def _pass_value(text: Cursor, emit: Emit) -> Steps[bool]:
 
 
 def _pass_string(text: Cursor, emit: Emit) -> Steps[bool]:
-    """Whether the string that begins here came to its end; its text is emitted as it comes."""
+    """Emit the text of the string that begins here as it arrives; return whether it is complete."""
     emit(text.take(1))
     while end := (yield from text.read_until(_STRING_ENDS, emit)):
         emit(text.take(1))
@@ -147,7 +147,7 @@ _ENDS = Ends(_OPENING)
 
 @dataclass(frozen=True)
 class HermesFormat(ToolFormat):
-    """<tool_call>, {"name": ..., "arguments": {...}}, </tool_call>, each on a line of its own; several in a row."""
+    """<tool_call>, {"name": ..., "arguments": {...}}, </tool_call>, each on its own line; any number of calls."""
 
     def read(self, text: Cursor, output: Output, tools: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
         while (yield from text.read_until(_ENDS, output.content)):
@@ -178,9 +178,9 @@ _MARK = "<|python_tag|>"  # a special token, in the text only if special tokens 
 
 @dataclass(frozen=True)
 class LlamaFormat(ToolFormat):
-    """{"name": ..., "parameters": {...}} from the answer's beginning on; several with ; or a line break between.
+    """{"name": ..., "parameters": {...}} at the beginning of the answer; several are separated by ; or a line break.
 
-    JSON whose name is no tool's is content, and so is everything after it.
+    JSON without the name of a tool is content, as is everything after it.
     """
 
     takes_several: bool = True  # False: the template refuses messages with more than one call

@@ -21,7 +21,7 @@ _ONE_CALL_ALONE = re.compile(r"tool_calls\s*\|\s*length\s*[!=]=\s*1")
 
 
 def tool_format_of(template_source: str) -> ToolFormat | None:
-    """How this chat template writes tool calls; None: not at all, or in an unknown format."""
+    """Return the format in which a chat template writes tool calls; None if it has none, or an unknown one."""
     if "<function=" in template_source and "<parameter=" in template_source:
         return QwenXmlFormat()
     if "<tool_call>" in template_source and _NAME.search(template_source) and _ARGUMENTS.search(template_source):
@@ -36,16 +36,16 @@ _ENDS = Ends(_CLOSING)
 
 
 def has_reasoning(template_source: str) -> bool:
-    """Whether answers of a model with this chat template may begin with reasoning."""
+    """Return whether answers of a model with this chat template may begin with reasoning."""
     return _CLOSING in template_source
 
 
 def read_reasoning(text: Cursor, output: Output, *, is_open: bool, splits: bool) -> Steps[None]:
-    """Reads the reasoning, up to where the answer itself begins.
+    """Read the reasoning, up to the beginning of the content.
 
-    It begins at once if the prompt has opened it (`is_open`; an opening tag of the model's is then dropped), else with
-    a tag after nothing but white space. Line breaks beside the tags are dropped. Without `splits`, all of it is
-    content, tags included.
+    It begins at once if the prompt has opened it (`is_open`; a second opening tag is then dropped), else with a tag
+    that only white space precedes. Line breaks beside the tags are dropped. Without `splits`, all of it is content,
+    tags included.
     """
     space = yield from text.take_space()
     has_tag = yield from text.take_if(_OPENING)
@@ -71,11 +71,11 @@ def _split(text: Cursor, output: Output, beginning: str) -> Steps[None]:
 
 
 class OutputParser:
-    """Parses one answer. The joined pieces are the same wherever its text is cut.
+    """Parses one answer. The joined pieces do not depend on where its text is cut.
 
-    `tools` are those the answer may call, and have passed `check_tools`; without any, or without a format, everything
+    `tools` are the tools it may call, checked by `check_tools`; without tools or without a format, everything
     after the reasoning is content. `opens_reasoning`: the prompt ends inside the reasoning. `splits_reasoning`:
-    reasoning is returned separately; else it is content, in which calls are not looked for either.
+    reasoning is returned separately; else it is content, which is not searched for calls.
     """
 
     def __init__(
@@ -89,17 +89,17 @@ class OutputParser:
 
     @property
     def has_tool_calls(self) -> bool:
-        """Whether a call has begun; if so, the finish reason of a complete answer is "tool_calls"."""
+        """True if a call has begun: then the finish reason of a complete answer is "tool_calls"."""
         return self._output.num_calls > 0
 
     def push(self, text: str) -> list[Piece]:
-        """The pieces that are certain with this much more text."""
+        """Append text; return the pieces that are certain now."""
         self._text.push(text)
         next(self._steps, None)
         return self._output.take()
 
     def finish(self) -> list[Piece]:
-        """The rest, at the end of the answer."""
+        """End the answer; return the remaining pieces."""
         self._text.end()
         next(self._steps, None)
         self._output.end()

@@ -21,7 +21,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of an answer. Exactly one of the three is set."""
+    """A piece of an answer. Exactly one field is set."""
 
     content: str = ""
     reasoning: str = ""
@@ -31,7 +31,7 @@ class Piece:
 class Output:
     """Collects pieces until `take`.
 
-    If calls may come, white space at the end of content is held back: it is dropped if a call follows.
+    If calls are possible, white space at the end of content is held back: it is dropped if a call follows.
     """
 
     def __init__(self, *, expects_calls: bool) -> None:
@@ -40,12 +40,12 @@ class Output:
         self._content = HeldEnd(SPACE if expects_calls else "")
 
     def content(self, text: str) -> None:
-        """More of the answer's text."""
+        """Append content."""
         if text := self._content.push(text):
             self._pieces.append(Piece(content=text))
 
     def content_unless_cut(self, text: Cursor) -> None:
-        """Adds the kept text, which was no call, as content; drops it if it is a later call that the end cut off."""
+        """Append the kept text, which was no call, as content; drop it if it is a later call that the end cut off."""
         kept = text.kept()
         if self.num_calls == 0:
             self.content(kept)
@@ -53,29 +53,29 @@ class Output:
             self.content(kept.lstrip(SPACE))
 
     def reasoning(self, text: str) -> None:
-        """More of the reasoning."""
+        """Append reasoning."""
         if text:
             self._pieces.append(Piece(reasoning=text))
 
     def begin_call(self, name: str) -> None:
-        """A new call, which the next arguments belong to."""
+        """Begin a call, to which the next arguments belong."""
         self._content.release()
         call_id = f"call_{secrets.token_hex(12)}"
         self._pieces.append(Piece(tool_call=ToolCallDelta(self.num_calls, "", id=call_id, name=name)))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """More of the last call's arguments."""
+        """Append to the arguments of the last call."""
         if text:
             self._pieces.append(Piece(tool_call=ToolCallDelta(self.num_calls - 1, text)))
 
     def end(self) -> None:
-        """The end: text that was held back is content."""
+        """End the answer: text that was held back is content."""
         if text := self._content.release():
             self._pieces.append(Piece(content=text))
 
     def take(self) -> list[Piece]:
-        """The pieces so far, with neighbours of the same kind joined."""
+        """Return the pieces so far and remove them; neighbours of the same kind are joined."""
         pieces, self._pieces = self._pieces, []
         return _joined(pieces)
 

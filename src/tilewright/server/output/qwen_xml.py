@@ -1,4 +1,4 @@
-"""Tool calls as Qwen3-Coder and Qwen3.5 write them: a tag for the function, one for each parameter, plain values."""
+"""Tool calls of Qwen3-Coder and Qwen3.5: a tag for the function, one for each parameter, plain values."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tilewright.server.output.tools import (
 from tilewright.types import RequestError
 
 CLOSING = "</parameter>"
-_VALUE_ENDS = Ends(f"\n{CLOSING}", CLOSING)  # the line break before the tag is no part of the value
+_VALUE_ENDS = Ends(f"\n{CLOSING}", CLOSING)  # the line break before the tag is not part of the value
 _AFTER = f"\n{CLOSING}\n"
 # Templates write scalars as Python does: True, False, None.
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
 def read_value(text: Cursor, output: Output, kinds: frozenset[str]) -> Steps[bool]:
-    """Whether a value ended with its closing tag, which is read too; its JSON is added to the call's arguments.
+    """Read a value and its closing tag, and append the value's JSON to the call's arguments; return whether it ended.
 
-    `kinds`: the JSON types its schema allows. A string is passed on as it comes, other values when they are complete.
+    `kinds`: the JSON types its schema allows. A string is passed on as it arrives, other values when complete.
     """
     yield from text.take_if("\n")
     if kinds <= {"string"}:
@@ -52,9 +52,9 @@ def read_value(text: Cursor, output: Output, kinds: frozenset[str]) -> Steps[boo
 
 
 def value_grammar(schema: object, root: Mapping[str, Any], *, is_strict: bool) -> tuple[str, list[str]]:
-    """(a value with its closing tag, the rules of the terminals in it).
+    """Return a grammar expression of a value with its closing tag, and the rules of its terminals.
 
-    Of a string's schema, enum, const, minLength and maxLength are enforced.
+    For strings, enum, const, minLength and maxLength are enforced.
     """
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     kinds = kinds_of(schema, root)
@@ -79,7 +79,7 @@ def value_grammar(schema: object, root: Mapping[str, Any], *, is_strict: bool) -
 
 
 def _free_text(schema: Mapping[str, Any]) -> tuple[str, str]:
-    """(name, rule) of text of the schema's length that does not contain the closing tag."""
+    """Return name and rule of a terminal: text of the schema's length without the closing tag."""
     shortest, longest = (schema.get(key) for key in ("minLength", "maxLength"))
     bounds = [
         str(bound) if type(bound) is int and bound >= 0 else default
@@ -91,7 +91,7 @@ def _free_text(schema: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _as_json(text: str, kinds: frozenset[str]) -> str:
-    """The JSON of a value written as text; a string if it is not JSON, or if the schema allows strings."""
+    """Return the JSON of a value written as text: a string if the text is not JSON of a type that the schema lists."""
     stripped = text.strip()
     candidate = _WORDS.get(stripped.lower(), stripped)
     try:
@@ -103,11 +103,11 @@ def _as_json(text: str, kinds: frozenset[str]) -> str:
 
 
 def _as_text(value: object) -> str:
-    """A value as it is written between tags."""
+    """Return a value as written between tags."""
     text = value if isinstance(value, str) else _dumps(value)
     if CLOSING in text:
         raise RequestError(
-            f"a tool's parameter allows {text!r:.100}, expected no {CLOSING} in it: this model ends values so"
+            f"a tool's parameter allows {text!r:.100}, expected no {CLOSING} in it: that tag ends a value"
         )
     return text
 
@@ -117,7 +117,7 @@ def _dumps(value: object) -> str:
 
 
 def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
@@ -130,7 +130,7 @@ _KEY_ENDS = Ends(">", "\n")
 
 @dataclass(frozen=True)
 class QwenXmlFormat(ToolFormat):
-    """<function=NAME> within <tool_call>, and in it <parameter=KEY>, the value, </parameter>, on lines of their own.
+    """<tool_call>, <function=NAME>, then <parameter=KEY>, a value, </parameter> for each parameter, on separate lines.
 
     Models sometimes omit the outer tag: a <function=NAME> without it is a call if a tool has that name.
     """
@@ -158,11 +158,11 @@ class QwenXmlFormat(ToolFormat):
         rules = [calls("\n" if parallel else None), f"call: {before} {any_call(tools)} {after}"]
         for index, tool in enumerate(tools):
             rules += _call_rules(tool, index)
-        return list(dict.fromkeys(rules))  # terminals are shared
+        return list(dict.fromkeys(rules))  # calls share terminals
 
 
 def _read_name(text: Cursor) -> Steps[str | None]:
-    """The name in <function=NAME>; None if it is malformed."""
+    """Read the name in <function=NAME>; return None if it is malformed."""
     parts: list[str] = []
     if not (yield from text.take_markup(_FUNCTION)) or (yield from text.read_until(_NAME_ENDS, parts.append)) != ">":
         return None
@@ -172,7 +172,7 @@ def _read_name(text: Cursor) -> Steps[str | None]:
 
 
 def _read_parameters(text: Cursor, output: Output, schema: Mapping[str, Any]) -> Steps[None]:
-    """Reads up to the function's end, or to where it is malformed: then the arguments stay as they are."""
+    """Read up to the function's end, or to where it is malformed: the arguments then end there."""
     listing = listing_of(schema)
     before = "{"
     while True:
@@ -196,7 +196,7 @@ def _read_parameters(text: Cursor, output: Output, schema: Mapping[str, Any]) ->
 
 
 def _call_rules(tool: Tool, index: int) -> list[str]:
-    """The rules of one tool's call: parameters in the schema's order, optional ones may be left out."""
+    """Return the rules of one tool's call: parameters in the schema's order, optional ones may be omitted."""
     listing = listing_of(tool.parameters)
     required = listing.get("required", [])
     properties = dict(listing.get("properties", {}))

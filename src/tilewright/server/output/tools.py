@@ -1,6 +1,6 @@
-"""The tools of a request: their validation, the types their schemas allow, and the grammar that makes an answer a call.
+"""The tools of a request: their validation, the types their schemas allow, and the grammar that forces a call.
 
-Grammars are in llguidance's dialect of Lark. A tool format says how calls are parsed and which grammar forces them.
+Grammars are in llguidance's dialect of Lark. A tool format parses calls and makes the grammar that forces them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from tilewright.types import Constraint, RequestError
 
 
 class ToolFormat(ABC):
-    """How a model writes tool calls."""
+    """The format in which a model writes tool calls: its parser and its grammar."""
 
     @abstractmethod
     def read(self, text: Cursor, output: Output, tools: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
-        """Reads an answer from the end of its reasoning on. `tools`: schemas of parameters by name."""
+        """Read the answer after its reasoning. `tools`: schemas of parameters by tool name."""
 
     @abstractmethod
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> list[str]:
-        """The rules of an answer that is a call of one of the tools, or several calls, and nothing else."""
+        """Return the rules of an answer that consists of a call of one of the tools (`parallel`: or several calls)."""
 
 
-# As Python's json.dumps writes, which is what templates show and models have learnt. White space is fixed: else a
-# constrained model could generate blanks without end.
+# The style of Python's json.dumps, which templates use and models have learnt. White space is fixed: otherwise a
+# constrained model could generate blanks endlessly.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -41,31 +41,31 @@ class Tool:
 
     name: str
     parameters: Mapping[str, Any]  # a JSON schema of an object
-    is_strict: bool = False  # refuse a schema that a grammar cannot express wholly
+    is_strict: bool = False  # refuse a schema that a grammar cannot express completely
 
 
 def literal(text: str) -> str:
-    """The text and nothing else."""
+    """Return a grammar expression that matches exactly this text."""
     return json.dumps(text)
 
 
 def json_of(schema: Mapping[str, Any], *, is_strict: bool) -> str:
-    """A JSON value that fits the schema; keywords that no grammar can express are ignored unless strict."""
+    """Return a grammar expression for JSON of this schema; unless strict, unsupported keywords are ignored."""
     return f"%json {json.dumps({**schema, 'x-guidance': {**_JSON_STYLE, 'lenient': not is_strict}})}"
 
 
 def calls(separator: str | None) -> str:
-    """The rule of the whole answer: calls with the separator between them; None: one call."""
+    """Return the rule of the whole answer: calls with the separator between them (None: one call)."""
     return "start: call" if separator is None else f"start: call ({literal(separator)} call)*"
 
 
 def any_call(tools: Sequence[Tool]) -> str:
-    """A call of one of the tools, whose own rules are call_0, call_1, ..."""
+    """Return a grammar expression for a call of one of the tools, whose rules are call_0, call_1, ..."""
     return "(" + " | ".join(f"call_{index}" for index in range(len(tools))) + ")"
 
 
 def json_calls(tools: Sequence[Tool], arguments_key: str) -> list[str]:
-    """The rules of the tools' own calls, which are JSON objects."""
+    """Return the rules of the tools' calls, which are JSON objects."""
     rules = []
     for index, tool in enumerate(tools):
         beginning = literal(f'{{"name": "{tool.name}", "{arguments_key}": ')
@@ -75,9 +75,9 @@ def json_calls(tools: Sequence[Tool], arguments_key: str) -> list[str]:
 
 
 def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of parameters without additional properties, unless it mentions them.
+    """Return the schema without additional properties, unless it mentions them.
 
-    JSON schema would allow any others too, which is not what tools with a list of parameters mean.
+    JSON schema would allow all others too, which is not what a tool with a list of parameters means.
     """
     says_otherwise = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
     if "properties" not in parameters or says_otherwise & set(parameters):
@@ -92,7 +92,7 @@ NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additio
 
 
 def check_tools(tools: Sequence[Mapping]) -> None:
-    """A `RequestError` unless each is {"type": "function", "function": {"name", ...}} with a unique name."""
+    """Raise RequestError unless each is {"type": "function", "function": {"name", ...}} with a unique name."""
     if not isinstance(tools, list | tuple):
         raise RequestError(f"tools is a {type(tools).__name__}, expected a list")
     if len(tools) > MAX_TOOLS:
@@ -114,17 +114,17 @@ def check_tools(tools: Sequence[Mapping]) -> None:
 
 
 def parameters_by_name(tools: Sequence[Mapping]) -> dict[str, Mapping[str, Any]]:
-    """The schemas of the tools' parameters, by the tools' names. The tools have passed `check_tools`."""
+    """Return the schemas of parameters by tool name. The tools must have passed `check_tools`."""
     return {tool["function"]["name"]: tool["function"].get("parameters") or NO_PARAMETERS for tool in tools}
 
 
 def kinds_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types a schema's values may have; empty: any. `root` is the schema that its references point into."""
+    """Return the JSON types that a schema allows; empty: any. `root` is the schema that references point into."""
     return frozenset(kind for option in options_of(schema, root) for kind in _own_kinds(option))
 
 
 def options_of(schema: object, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The schema's alternatives, with references resolved; a value fits one of them."""
+    """Return the schema's alternatives, with references resolved; a value matches one of them."""
     options: list[Mapping[str, Any]] = []
     pending, seen = deque([schema]), set()
     while pending:
@@ -148,13 +148,13 @@ def options_of(schema: object, root: Mapping[str, Any]) -> list[Mapping[str, Any
 
 
 def listing_of(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema that lists the parameters: this one, or the first it refers to that does."""
+    """Return the schema that lists the parameters: this one, or the first that it refers to and that lists them."""
     found = (option for option in options_of(parameters, parameters) if isinstance(option.get("properties"), Mapping))
     return parameters if "properties" in parameters else next(found, parameters)
 
 
 def kind_of(value: object) -> str:
-    """The JSON type of a value."""
+    """Return the JSON type of a value."""
     if value is None:
         return "null"
     by_type = {bool: "boolean", str: "string", int: "integer", float: "number", list: "array"}
@@ -199,7 +199,7 @@ def _own_kinds(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _resolve(pointer: str, root: Mapping[str, Any]) -> object:
-    """The schema at "#/$defs/name"; None if there is none."""
+    """Return the schema at a pointer such as "#/$defs/name"; None if there is none."""
     target: Any = root
     for name in pointer.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
@@ -213,10 +213,10 @@ MAX_NAMED = 5  # tools, in an error
 def tool_constraint(
     format: ToolFormat, tools: Sequence[Mapping], choice: str | Mapping, *, parallel: bool, allows_reasoning: bool
 ) -> Constraint:
-    """The constraint that makes an answer calls of the chosen tools, in the model's format, with valid arguments.
+    """Return the constraint to calls of the chosen tools, in the model's format and with valid arguments.
 
-    `choice` is OpenAI's tool_choice: "required", or {"type": "function", "function": {"name": ...}}. The tools have
-    passed `check_tools`. `parallel` allows several calls. The engine rejects schemas that no grammar can express.
+    `choice` is OpenAI's tool_choice: "required", or {"type": "function", "function": {"name": ...}}. The tools must
+    have passed `check_tools`. `parallel` allows several calls. The engine rejects schemas that no grammar can express.
     """
     chosen = _chosen(tools, choice)
     source = "\n".join(format.grammar(chosen, parallel=parallel)) + "\n"

@@ -1,1 +1,1 @@
-"""Several engines behind one server: which of them gets a request, and what happens to it when one is lost."""
+"""Several engines behind one server: routes requests to them, and computes a request again when one is lost."""

@@ -1,6 +1,6 @@
-"""Several engines as one Backend: requests are routed, and computed again elsewhere when their replica is lost.
+"""Several engines as one Backend: routes requests, and computes them on another replica when theirs is lost.
 
-The listener of a request that is computed more than once gets each token once.
+The listener of a request that is computed more than once receives each token once.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tilewright.types import EngineUnavailable, FinishReason, RequestError
 
 
 def with_seed(request: EngineRequest) -> EngineRequest:
-    """The request with a seed, a random one if it has none: another replica then draws the same tokens.
+    """Return the request with a seed, random if it has none: another replica then samples the same tokens.
 
-    They depend on the seed and the position alone, not on what else is in the batch.
+    Random numbers depend on the seed and the position only, not on other requests of the batch.
     """
     if request.sampling.get("seed") is not None:
         return request
@@ -42,7 +42,7 @@ def with_seed(request: EngineRequest) -> EngineRequest:
 
 @dataclass
 class _Progress:
-    """How far one of the n answers is."""
+    """The part of one of the n answers that was received so far."""
 
     text: str = ""
     num_tokens: int = 0
@@ -50,15 +50,15 @@ class _Progress:
 
 
 class Recovery:
-    """Passes the events of one request on, over one attempt to compute it or several.
+    """Passes the events of one request on, over one or more attempts to compute it.
 
-    A later attempt repeats what was passed on already, which is compared and left out. If it differs, as on a machine
-    with other instructions, the listener gets `Restarted` and all of the later attempt.
+    A later attempt repeats what was already passed on, which is compared and left out. If it differs, for example on a
+    CPU with other instructions, the listener gets `Restarted` and all events of the later attempt.
     """
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self._passed: dict[int, _Progress] = {}  # by the answer's index
+        self._passed: dict[int, _Progress] = {}  # by answer index
         self._seen: dict[int, _Progress] = {}  # in this attempt
         self._events: list[Event] = []  # of this attempt, unless it is the first
         self._has_started = False
@@ -66,13 +66,13 @@ class Recovery:
         self.has_ended = False
 
     def begin(self) -> None:
-        """A new attempt begins."""
+        """Begin a new attempt."""
         self.num_attempts += 1
         self._seen = {}
         self._events = []
 
     def add(self, event: Event) -> None:
-        """Passes on what is new of an event."""
+        """Pass on the part of an event that the listener does not have yet."""
         if self.num_attempts > 1 and isinstance(event, Started | AnswerDelta):
             self._events.append(event)
         if isinstance(event, Started):
@@ -94,7 +94,7 @@ class Recovery:
         seen.text += delta.text
         seen.num_tokens += delta.num_tokens
         seen.finish_reason = seen.finish_reason or delta.finish_reason
-        if is_new:  # nothing of an earlier attempt is left to compare with
+        if is_new:  # past the end of earlier attempts
             self._passed[delta.index] = dataclasses.replace(seen)
             self._listener(delta)
             return
@@ -119,7 +119,7 @@ class Recovery:
         return all(self._seen.get(index, _Progress()).text == passed.text for index, passed in self._passed.items())
 
     def _restart(self) -> None:
-        """Starts the listener over with this attempt."""
+        """Restart the listener with the events of this attempt."""
         self._passed = {index: dataclasses.replace(seen) for index, seen in self._seen.items()}
         self._listener(Restarted())
         for event in self._events:
@@ -128,49 +128,49 @@ class Recovery:
 
 _log = logging.getLogger(__name__)
 
-# A request that ends its engine must not end one after the other: it is given up after so many.
+# A request that crashes its engine must not crash all of them: it fails after this many.
 MAX_LOST = 3
 PAUSE_S = 1.0  # before a request is sent again, while all engines are being restarted
-STATS_TIMEOUT_S = 2.0  # a replica's own query of its engine takes up to 1.5 s
+STATS_TIMEOUT_S = 2.0  # a replica's query of its engine takes up to 1.5 s
 
 
 class ReplicaLost(Exception):
-    """The replica that computed a request has ended, or does not answer."""
+    """The replica that computed a request has ended or does not respond."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """What a request is routed by."""
+    """The criteria for routing a request."""
 
-    keys: Sequence[bytes] = ()  # of its beginnings
+    keys: Sequence[bytes] = ()  # prefix keys
     avoid: Collection[str] = ()  # replicas that could not compute it
-    only: str | None = None  # the one replica that is meant
+    only: str | None = None  # the only replica allowed
 
 
 class Replicas(Protocol):
-    """Engines on one or many machines, which are started and replaced behind this interface."""
+    """Engines on one or many machines, which the implementation starts and replaces."""
 
     @property
     def running(self) -> Sequence[str]:
-        """The names of the replicas that take requests."""
+        """The names of the replicas that accept requests."""
 
     async def start(self) -> ModelInfo:
-        """Starts them; returns when all are ready. ProcessRefused, with the reason, if they cannot start."""
+        """Start the replicas, wait until all are ready; raise ProcessRefused, with the reason, if one cannot start."""
 
     def answer(self, request: EngineRequest, route: Route) -> AsyncGenerator[tuple[str, Sequence[Event]], None]:
-        """The name of the replica that computes the request, and its next events; no events if it has no engine yet.
+        """Yield the name of the replica that computes the request, and its next events (none: its engine is not ready).
 
-        ReplicaLost when the replica is lost. Closing the generator ends the request.
+        Raise ReplicaLost when the replica is lost. Closing the generator aborts the request.
         """
 
     async def stats(self, replica: str) -> Mapping[str, float] | None:
-        """The stats of one replica; None if it is gone."""
+        """Return the stats of one replica; None if it is gone."""
 
     async def replace_all(self) -> None:
-        """Begins to replace them one by one; those replaced finish what they compute."""
+        """Begin to replace the replicas one by one; replaced replicas finish their requests."""
 
     async def close(self) -> None:
-        """Ends them all."""
+        """End all replicas."""
 
 
 class ReplicaBackend:
@@ -183,20 +183,20 @@ class ReplicaBackend:
         self._lost: set[str] = set()
 
     async def start(self) -> None:
-        """Returns when the replicas are ready; ProcessRefused, with the reason, if they cannot start."""
+        """Start the replicas and wait until all are ready; raise ProcessRefused with the reason if one cannot start."""
         self._model = await self._replicas.start()
 
     @property
     def model(self) -> ModelInfo:
         if self._model is None:
             raise EngineUnavailable("the model is loading; try again later")
-        # As many answers are computed together as all replicas do.
+        # The limits of all replicas add up.
         num_replicas = max(1, len(self._replicas.running))
         return dataclasses.replace(self._model, max_sequences=num_replicas * self._model.max_sequences)
 
     @property
     def num_restarts(self) -> int:
-        """How many replicas were lost, or had to restart their engines."""
+        """The number of replicas that were lost, or had to restart their engines."""
         return len(self._lost)
 
     def submit(self, request: EngineRequest, listener: Listener) -> Abort:
@@ -214,7 +214,7 @@ class ReplicaBackend:
         return abort
 
     async def stats(self) -> Mapping[str, float]:
-        """The stats of all replicas together, and how many answer."""
+        """Return the combined stats of all replicas that respond."""
         names = self._replicas.running
         calls = [asyncio.wait_for(self._replicas.stats(name), STATS_TIMEOUT_S) for name in names]
         found = await asyncio.gather(*calls, return_exceptions=True)
@@ -224,8 +224,8 @@ class ReplicaBackend:
         return combined(stats)
 
     def replace_all(self) -> None:
-        """Begins to replace the replicas one by one, without losing a request."""
-        if self._model is not None:  # else they are being started
+        """Begin to replace the replicas one by one, without losing a request."""
+        if self._model is not None:  # otherwise they are being started
             _log.info("replacing the replicas, one by one")
             self._keep(self._replicas.replace_all())
 
@@ -236,14 +236,14 @@ class ReplicaBackend:
         await self._replicas.close()
 
     def _keep(self, running: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task, with a reference to it: the event loop has none."""
+        """Return a task and keep a reference to it: the event loop keeps none."""
         task = asyncio.get_running_loop().create_task(running)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def _answer(self, request: EngineRequest, keys: Sequence[bytes], listener: Listener) -> None:
-        """Computes a request on a replica, and on another one if that is lost. Waits while no engine is ready."""
+        """Compute a request on a replica, or on another one if it is lost. Wait while no engine is ready."""
         recovery = Recovery(listener)
         avoid: set[str] = set()
         num_lost = 0

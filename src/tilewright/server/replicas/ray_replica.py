@@ -1,4 +1,4 @@
-"""A replica: an actor of Ray Serve with the engine's process that it starts and watches, and its router."""
+"""A replica, which is an actor of Ray Serve that starts and watches an engine process; and the replicas' router."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from tilewright.types import EngineUnavailable
 
 _log = logging.getLogger(__name__)
 
-MAX_RESTART_S = 600.0  # for a large model to be loaded again
+MAX_RESTART_S = 600.0  # to load a large model again
 MAX_SILENT = 3
 
 
 class EngineReplica:
-    """One engine. Its methods get the Route that a request came by, which Ray Serve's router reads."""
+    """One engine. Its methods have the request's Route as an argument, which Ray Serve's router reads."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, options: Mapping[str, Any], *, num_cpus: int, num_replicas: int, log: LogSettings
     ) -> None:
-        """ProcessRefused if the engine cannot start: Ray Serve then tries again, elsewhere if it can."""
+        """Raise ProcessRefused if the engine cannot start: Ray Serve then retries, on another machine if possible."""
         log.configure()
         self._name: str = serve.get_replica_context().replica_id.unique_id
         options = local_options(dict(options), num_cpus, num_replicas)
@@ -48,7 +48,7 @@ class EngineReplica:
         self._num_silent = 0  # health checks that the engine did not respond to
 
     async def check_health(self) -> None:
-        """Called by Ray Serve every few seconds, which replaces a replica for which it fails three times.
+        """Raise if the engine does not work; Ray Serve calls this regularly, and replaces the replica after 3 failures.
 
         A replica whose engine hangs ends itself instead: Ray Serve would let it finish its requests first.
         """
@@ -56,7 +56,7 @@ class EngineReplica:
             self._num_silent = 0
             if time.monotonic() - self._ready_s > MAX_RESTART_S:
                 raise EngineUnavailable(f"the engine could not be restarted for {MAX_RESTART_S:.0f} s")
-            return  # it is being restarted; requests go elsewhere meanwhile
+            return  # restarting; requests go to other replicas meanwhile
         self._ready_s = time.monotonic()
         try:
             hangs = (await self._backend.stats())["step_age_s"] > MAX_STEP_S
@@ -75,11 +75,11 @@ class EngineReplica:
         return await self._backend.stats() if route.only == self._name else None
 
     async def answer(self, request: EngineRequest, route: Route) -> AsyncGenerator[tuple[str, Sequence[Event]], None]:
-        """The events of a request, those of each step together. Ray Serve cancels it when the client has left."""
+        """Yield the events of a request, one list per step. Ray Serve cancels it when the client leaves."""
         queue: asyncio.Queue[Event] = asyncio.Queue()
         try:
             abort = self._backend.submit(request, queue.put_nowait)
-        except EngineUnavailable:  # it is being restarted
+        except EngineUnavailable:  # restarting
             yield self._name, []
             return
         except Exception as error:
@@ -96,11 +96,11 @@ class EngineReplica:
             abort()
 
 
-logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it logs every request, which the server does already
+logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it would log every request, as the server does already
 
 
 class PrefixRequestRouter(RequestRouter):
-    """Sends a request where its Route says: to one replica, or to the one that has its beginning in its caches."""
+    """Routes a request as its Route says: to a given replica, or to one that has its prefix in its caches."""
 
     def initialize_state(self, **options: Any) -> None:
         self._lock = threading.Lock()  # requests end on threads of Ray
@@ -123,7 +123,7 @@ class PrefixRequestRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The candidates, best first. Of a Route to one replica that is gone, any: it sees that it is not meant."""
+        """Return the candidates, best first. If the Route's only replica is gone, any: `stats` then returns None."""
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if pending_request is None:
             return [candidate_replicas]
@@ -145,7 +145,7 @@ class PrefixRequestRouter(RequestRouter):
             self._router.note(_route(pending_request).keys, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        with self._lock:  # not below 0: it is also called for a request that could not be sent
+        with self._lock:  # not below 0: also called for a request that could not be sent
             self._loads[replica_id.unique_id] = max(0, self._loads[replica_id.unique_id] - 1)
 
     def _forget(self, name: str) -> None:

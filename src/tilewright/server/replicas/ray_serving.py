@@ -1,6 +1,6 @@
-"""The replicas of a server as an application of Ray Serve, which starts, watches, scales and replaces them.
+"""The replicas of a server, an application of Ray Serve, which starts, watches, scales and replaces them.
 
-The Ray cluster is one that exists, or one of our own on this machine.
+The Ray cluster is an existing one, or is started on this machine.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from tilewright.types import RequestError
 
 _log = logging.getLogger(__name__)
 
-# For requests on their way, whose pictures and videos it holds. By default Ray takes 30 % of the memory.
+# For requests in transit with their pictures and videos. Ray's default is 30 % of the memory.
 OBJECT_STORE_BYTES = 1 << 30
-# Ray gives its helper processes 15 s each to start, which a busy machine may exceed, and says nothing else about it.
+# Ray's helper processes have 15 s each to start, which they may exceed on a busy machine; Ray has no setting for it.
 MAX_CLUSTER_STARTS = 3
 
 
 def connect(address: str | None, num_cpus: int | None = None) -> None:
-    """Connects this process to the cluster at `address`, or at RAY_ADDRESS, or starts one of our own.
+    """Connect this process to the cluster at `address`, or at RAY_ADDRESS, or start a cluster.
 
-    A cluster of our own listens on loopback, asks for a random token, and ends with this process. `num_cpus` is how
-    many CPUs it counts; None: those that this process may use.
+    A cluster started here listens on loopback, requires a random token, and ends with this process. `num_cpus` is the
+    number of its CPUs; None: the CPUs that this process may use.
     """
     address = address or config.current().ray_address
     config.prepare_ray(is_own=address is None)
@@ -53,7 +53,7 @@ def connect(address: str | None, num_cpus: int | None = None) -> None:
     if address is not None:
         try:
             ray.init(address=address, **quiet)
-        except Exception as error:  # of many types
+        except Exception as error:  # exceptions of many types
             raise RequestError(f"the Ray cluster at {address} cannot be used: {error}") from error
         return
     for number in range(1, MAX_CLUSTER_STARTS + 1):
@@ -66,7 +66,7 @@ def connect(address: str | None, num_cpus: int | None = None) -> None:
                 **quiet,
             )
             return
-        except Exception as error:  # its own types, and plain Exception for a process that is slow to start
+        except Exception as error:  # Ray's types, and plain Exception for a process that is slow to start
             ray.shutdown()
             if number == MAX_CLUSTER_STARTS:
                 raise RequestError(f"Ray could not be started on this machine: {error}") from error
@@ -75,7 +75,7 @@ def connect(address: str | None, num_cpus: int | None = None) -> None:
 
 
 def num_replica_cpus(given: int | None, num_replicas: int) -> int:
-    """The CPUs that each of the replicas gets: as many as `given`, or as there are on the cluster's machines."""
+    """Return the number of CPUs per replica: `given`, or an equal share of the cluster's machines."""
     import ray
 
     nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
@@ -88,7 +88,7 @@ def num_replica_cpus(given: int | None, num_replicas: int) -> int:
 
 
 def disconnect() -> None:
-    """Leaves the cluster, and ends one of our own."""
+    """Leave the cluster, and end it if this process started it."""
     import ray
 
     ray.shutdown()
@@ -97,23 +97,23 @@ def disconnect() -> None:
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 15.0
 STATUS_PERIOD_S = 0.25
-WAITING_LOG_S = 60.0  # between two lines that say what the start waits for, such as CPUs that others use
-MAX_STARTS = 2  # of an engine that cannot start, before the server gives up
-# The server in front limits how many requests there are (--max-queue): no replica refuses one.
+WAITING_LOG_S = 60.0  # between log lines that say what the start waits for, such as CPUs in use by others
+MAX_STARTS = 2  # attempts to start an engine
+# The server limits the number of requests (--max-queue): replicas do not refuse any.
 MAX_ONGOING = 100_000
-# With a range of replicas: one more is started when the mean is above it. An engine computes so many answers in one
-# step at little more than the cost of one; beyond, each of them becomes slower.
+# With a range of replicas, one more is started when the mean number of requests is above this. An engine computes this
+# many answers per step at little more than the cost of one; more answers make each of them slower.
 TARGET_ONGOING = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaSettings:
-    """What replicas are started with."""
+    """Settings to start replicas with."""
 
     engine: Mapping[str, Any]  # the Engine's options
     count: ReplicaCount
-    num_cpus: int | None  # of one replica; None: as many as all can have
-    drain_s: float  # for a replica to finish its answers when it is replaced
+    num_cpus: int | None  # per replica; None: an equal share of the cluster
+    drain_s: float  # time for a replaced replica to finish its answers
     log: LogSettings
 
 
@@ -125,7 +125,7 @@ class RayReplicas:
         # Several servers may share a cluster.
         self._name = f"tilewright-{uuid.uuid4().hex[:8]}"
         self._handle: Any = None
-        # `close` waits for a deployment that has begun: without a connection, Ray Serve would start another cluster.
+        # `close` waits for a running deployment: without a connection, Ray Serve would start another cluster.
         self._deploying = threading.Lock()
         self._is_closed = False
 
@@ -141,7 +141,7 @@ class RayReplicas:
                 raise ProcessRefused(_reason(found))
             if time.monotonic() > next_log_s:
                 states = [dict(one.replica_states) for one in found.deployments.values()]
-                _log.warning("the replicas are not ready yet, of which Ray Serve says %s", states)
+                _log.warning("the replicas are not ready yet; Ray Serve reports %s", states)
                 next_log_s += WAITING_LOG_S
             await asyncio.sleep(STATUS_PERIOD_S)
         self._handle = serve.get_app_handle(self._name)
@@ -153,7 +153,7 @@ class RayReplicas:
         try:
             async for item in stream:
                 yield item
-        except RayTaskError:  # an error of our own code there
+        except RayTaskError:  # an error of the replica's code
             raise
         except (RayError, RayServeException) as error:
             raise ReplicaLost(_first_line(error)) from error
@@ -165,7 +165,7 @@ class RayReplicas:
         return found
 
     async def replace_all(self) -> None:
-        # Ray Serve takes each deployment for a new version, and replaces the old one's replicas one after the other.
+        # Ray Serve treats each deployment as a new version, and replaces the old replicas one after the other.
         await asyncio.to_thread(self._deploy)
 
     async def close(self) -> None:
@@ -197,9 +197,9 @@ class RayReplicas:
             num_replicas=settings.count.most,
             log=settings.log,
         )
-        # Clients talk to our own server: Ray Serve's listens nowhere.
+        # Clients connect to this server: Ray Serve's own HTTP proxy is off.
         serve.start(proxy_location="Disabled")
-        logger = logging.getLogger("ray.serve")  # its lines in the form of ours, and no line for every lost request
+        logger = logging.getLogger("ray.serve")  # logs in our format, and no line for every lost request
         logger.handlers.clear()
         logger.propagate = True
         logger.setLevel(logging.ERROR)
@@ -214,7 +214,7 @@ class RayReplicas:
             self._is_closed = True
             try:
                 serve.delete(self._name, _blocking=False)
-            except (RayError, RayServeException) as error:  # the cluster has ended, or Ray Serve has not begun
+            except (RayError, RayServeException) as error:  # the cluster has ended, or Ray Serve has not started
                 _log.debug("the replicas could not be ended: %s", error)
             finally:
                 disconnect()
@@ -224,7 +224,7 @@ class RayReplicas:
 
 
 def _reason(status: Any) -> str:
-    """Why the replicas cannot start, of the text that Ray Serve has about it."""
+    """Return the reason why the replicas cannot start, extracted from Ray Serve's messages."""
     text = "\n".join([status.message, *(one.message for one in status.deployments.values())])
     refusals = re.findall(r"ProcessRefused: (.+)", text)
     return refusals[-1] if refusals else text.strip()

@@ -1,8 +1,8 @@
-"""Which replica gets a request: the one that has computed its beginning, unless it is much busier than others.
+"""Routes a request to the replica that has computed its prefix, unless that is much busier than others.
 
-Two requests that begin alike have their first keys in common. The names of the replicas that take requests now are a
-variable of this module: Ray Serve copies the class of its router by value, makes the router of the copy, and gives
-nobody a reference to it, so this module is what the router and the server have in common.
+Two requests with a common prefix have their first keys in common. The names of the running replicas are a variable of
+this module because the router and the server share nothing else: Ray Serve copies the router's class by value, makes
+the router from the copy, and gives out no reference to it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from tilewright.server.link.backend import EngineRequest
 running: tuple[str, ...] = ()
 
 
-# A key covers at least this much more than the one before it. A shorter common beginning, such as "You are a helpful
-# assistant.", is computed again in less time than a request waits on a replica that has others to compute.
+# A key covers at least this many characters more than the one before it. A shorter common prefix, such as "You are a
+# helpful assistant.", is computed again in less time than a request waits on a busy replica.
 MIN_CHARACTERS = 256
-CHUNK_CHARACTERS = 1024  # text is cut there, so that long texts which differ at their end have keys in common
+CHUNK_CHARACTERS = 1024  # per chunk, so that long texts which differ at their end have keys in common
 CHUNK_TOKENS = 256
-MAX_KEYS = 256  # of one request: 256 Ki characters; requests that differ later are as good as equal
-# Of a medium both ends are hashed, 0.1 ms of the event loop. Two media that differ in the middle alone are taken for
-# equal here, which costs time on the wrong replica and never an answer: the engine's own caches hash all of it.
+MAX_KEYS = 256  # per request, for 256 Ki characters; later differences are ignored
+# Both ends of a medium are hashed, 0.1 ms of the event loop. Two media that differ only in the middle count as equal
+# here, which may cost time on the wrong replica but never changes an answer: the engine's caches hash all bytes.
 END_BYTES = 1 << 16
 
 
 def prefix_keys(request: EngineRequest) -> tuple[bytes, ...]:
-    """The keys of a request's beginnings, the shortest beginning first."""
+    """Return the keys of a request's prefixes, the shortest prefix first."""
     return tuple(islice(_keys(request), MAX_KEYS))
 
 
@@ -51,7 +51,7 @@ def _keys(request: EngineRequest) -> Iterator[bytes]:
 
 
 def _pieces(request: EngineRequest) -> Iterator[str | bytes]:
-    """The request's content in order: text in chunks, and of each medium a hash, as bytes."""
+    """Yield the request's content in order: text in chunks, and each medium's hash, as bytes."""
     if request.text is not None:
         yield from _chunks(request.text)
     for start in range(0, len(request.token_ids or ()), CHUNK_TOKENS):
@@ -90,9 +90,9 @@ def _media_hash(data: bytes) -> bytes:
 
 
 def combined(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Sums of counts, sizes and speeds, means of shares.
+    """Return the sums of counts, sizes and speeds, and the means of shares and rates.
 
-    `step_age_s` is the least: as long as one replica makes progress, requests are answered.
+    `step_age_s` is the minimum: while one replica makes progress, requests are answered.
     """
     names = dict.fromkeys(name for one in stats for name in one)
     together: dict[str, float] = {}
@@ -109,24 +109,24 @@ def combined(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return together
 
 
-# A replica is much busier than others if it has more requests than both of these. An engine computes a few more in
-# one step at little cost; far more of them than on other replicas would leave those idle.
-HEADROOM = 4  # more than the least busy one
+# A replica is much busier than others if it exceeds both limits. An engine computes a few more requests per step at
+# little cost; many more than on other replicas would leave those idle.
+HEADROOM = 4  # requests above the least busy replica
 IMBALANCE = 1.5  # times the mean
-MAX_ROUTED_KEYS = 200_000  # remembered: some 40 MB
+MAX_ROUTED_KEYS = 200_000  # remembered keys, about 40 MB
 
 
 class PrefixRouter:
-    """Remembers which replica was sent what, by the keys of `prefix_keys`. For one thread."""
+    """Remembers the replicas that prefixes were sent to, by the keys of `prefix_keys`. Not thread-safe."""
 
     def __init__(self, max_keys: int = MAX_ROUTED_KEYS) -> None:
         self._max_keys = max_keys
         self._replicas_of: OrderedDict[bytes, set[str]] = OrderedDict()  # used last: at the end
 
     def rank(self, keys: Sequence[bytes], loads: Mapping[str, int], avoid: Collection[str] = ()) -> list[str]:
-        """The replicas, best first; `loads` has the number of requests of each. Those to avoid come last."""
+        """Return the replicas, best first, those of `avoid` last; `loads` has the number of requests of each."""
         first_key = keys[0] if keys else b""
-        # Equal ones are ordered by a hash of the beginning, so that all servers in front of them choose alike.
+        # Ties are broken by a hash of the prefix, so that all servers in front of them choose the same replica.
         ties = {replica: _weight(first_key, replica) for replica in loads}
         by_load = sorted(loads, key=lambda replica: (loads[replica], ties[replica]))
         limit = self._limit(loads)
@@ -138,7 +138,7 @@ class PrefixRouter:
         return sorted(by_load, key=order)
 
     def note(self, keys: Sequence[bytes], replica: str) -> None:
-        """Remembers that a request was sent to a replica, whose caches have its beginnings from now on."""
+        """Record that a request was sent to a replica, whose caches then have its prefixes."""
         for key in keys:
             self._replicas_of.setdefault(key, set()).add(replica)
             self._replicas_of.move_to_end(key)
@@ -146,14 +146,14 @@ class PrefixRouter:
             self._replicas_of.popitem(last=False)
 
     def forget(self, replica: str) -> None:
-        """Forgets a replica that is gone."""
+        """Forget a replica that is gone."""
         for key in [key for key, replicas in self._replicas_of.items() if replica in replicas]:
             self._replicas_of[key].discard(replica)
             if not self._replicas_of[key]:
                 del self._replicas_of[key]
 
     def _match_length(self, keys: Sequence[bytes], replica: str) -> int:
-        """How many of the keys a replica has: the longest beginning counts, whatever of it was forgotten."""
+        """Return the number of keys up to the last that the replica has, even if earlier ones were forgotten."""
         for length in range(len(keys), 0, -1):
             if replica in self._replicas_of.get(keys[length - 1], ()):
                 return length
@@ -161,7 +161,7 @@ class PrefixRouter:
 
     @staticmethod
     def _limit(loads: Mapping[str, int]) -> float:
-        """The number of requests from which on a replica is much busier than others."""
+        """Return the number of requests from which a replica counts as much busier than others."""
         if not loads:
             return 0.0
         return max(min(loads.values()) + HEADROOM, IMBALANCE * (sum(loads.values()) + 1) / len(loads))

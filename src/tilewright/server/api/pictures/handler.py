@@ -1,4 +1,4 @@
-"""Requests for pictures and videos: their routes; checked, a picture read, put into the queue."""
+"""Requests for pictures and videos: their routes, their checks, the reading of a picture, and the queue."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 
 
 class PictureHandler:
-    """Answers requests at /v1/images and /v1/videos. Without a backend it has no model, and says so."""
+    """Answers requests at /v1/images and /v1/videos; without a backend, with the error that there is no model."""
 
     def __init__(
         self, settings: ServerSettings, backend: PictureBackend | None, gate: MediaGate, metrics: Metrics
@@ -88,9 +88,9 @@ class PictureHandler:
         wanted = video_request(body, picture)
         await backend.wait_for_limits()
         self._check(wanted, "input_reference")
-        # No time limit: a client asks again for as long as it likes.
+        # No time limit: clients poll a video for as long as they want.
         expected = await backend.expect(wanted)
-        # The picture outlives the request that brought it, until the video is made.
+        # The picture stays in memory after its request, until the video is done.
         reservation: MemoryReservation = request.state.reservation
         held = reservation.hand_over(len(picture or b""))
         seconds = "auto" if body.seconds is None else f"{body.seconds:g}"
@@ -124,7 +124,7 @@ class PictureHandler:
         return JsonResponse({"id": job_id, "object": "video.deleted", "deleted": True})
 
     def result(self, name: str) -> Response:
-        """A picture that was given by URL."""
+        """Return a picture that an earlier answer gave by URL."""
         found = self.results.get(name.partition(".")[0])
         if found is None:
             raise ApiError(404, "there is no such picture, or it is not kept any more", code="result_expired")
@@ -136,7 +136,7 @@ class PictureHandler:
         return Response(found.data, media_type=found.media_type, headers=headers)
 
     def shut_down(self) -> None:
-        """Ends all requests under way with an error that says so."""
+        """End all running requests with an error that says the server is shutting down."""
         for events in self._streams:
             events.put_nowait(ShuttingDown())
 
@@ -147,7 +147,7 @@ class PictureHandler:
             await self.backend.close()
 
     def model_object(self, created: int) -> dict[str, Any]:
-        """The model's entry in /v1/models. Its limits are known once it has been used."""
+        """Return the model's entry in /v1/models. Its limits are known after its first use."""
         backend = self._backend
         limits = backend.limits
         found = {"id": backend.name, "object": "model", "created": created, "owned_by": "tilewright"}
@@ -220,9 +220,9 @@ class PictureHandler:
         )
 
     async def _checked(self, wanted: PictureRequest) -> Expectation | None:
-        """How long a request takes; ApiError before it is queued if the model cannot make it, or not in time.
+        """Check a request and return the expected time; raise ApiError if the model cannot make it, or not in time.
 
-        The first one starts the process.
+        The first request starts the process.
         """
         await self._backend.wait_for_limits()
         self._check(wanted)
@@ -234,7 +234,7 @@ class PictureHandler:
             raise
 
     def _keep(self, file_format: str, request: Request, data: bytes) -> str:
-        """The URL of a picture on this server."""
+        """Store a picture and return its URL on this server."""
         name = self.results.put(data, _MEDIA_TYPES[file_format])
         base = request.base_url
         if request.headers.get("x-forwarded-proto") == "https":  # TLS ends at a proxy in front
@@ -244,7 +244,7 @@ class PictureHandler:
     def _submit(
         self, wanted: PictureRequest, listener: Callable[[PictureEvent], None], expected_s: float | None
     ) -> Cancel:
-        """Puts a request into the queue, and counts what becomes of it."""
+        """Put a request into the queue, and count its outcome in the metrics."""
         has_ended = False
 
         def see(event: PictureEvent) -> None:
@@ -276,7 +276,7 @@ class PictureHandler:
 
 
 def _json_or_form(kind: type[EditBody] | type[VideoBody], file_field: str) -> dict[str, Any]:
-    """For the OpenAPI document: a body that is JSON or a form with a file."""
+    """Return the OpenAPI schema of a body that is JSON or a form with a file."""
     schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
     properties = {**schema["properties"], file_field: {"type": "string", "format": "binary"}}
     form = {**schema, "properties": properties}
@@ -287,40 +287,40 @@ def _json_or_form(kind: type[EditBody] | type[VideoBody], file_field: str) -> di
 def add_routes(app: FastAPI, handler: PictureHandler) -> None:
     @app.post("/v1/images/generations")
     async def generate(body: ImageBody, request: Request) -> Response:
-        """Pictures of a prompt, as one object or, with `stream`, as events."""
+        """Make pictures of a prompt: one object or, with `stream`, events."""
         return await handler.generate(body, request)
 
     @app.post("/v1/images/edits", openapi_extra=_json_or_form(EditBody, "image"))
     async def edit(request: Request) -> Response:
-        """A picture made of another one and a prompt."""
+        """Edit a picture as a prompt says."""
         return await handler.edit(request)
 
     @app.post("/v1/videos", openapi_extra=_json_or_form(VideoBody, "input_reference"))
     async def create_video(request: Request) -> Response:
-        """A job that makes a video."""
+        """Start a job that makes a video."""
         return await handler.create_video(request)
 
     @app.get("/v1/videos")
     async def list_videos(after: str | None = None, limit: int = 20, order: str = "desc") -> Response:
-        """The jobs that this server remembers."""
+        """List the video jobs that this server remembers."""
         return handler.list_videos(after, limit, order)
 
     @app.get("/v1/videos/{video_id}")
     async def video(video_id: str) -> Response:
-        """A job: its status and progress."""
+        """Return a video job with its status and progress."""
         return JsonResponse(handler.videos.get(video_id).as_object())
 
     @app.get("/v1/videos/{video_id}/content")
     async def content(video_id: str, variant: str = "video") -> Response:
-        """The file of a video that is made."""
+        """Return the file of a complete video."""
         return handler.video_content(video_id, variant)
 
     @app.delete("/v1/videos/{video_id}")
     async def delete_video(video_id: str) -> Response:
-        """Forgets a video; one that is being made is cancelled."""
+        """Delete a video; cancel its job if it is running."""
         return handler.delete_video(video_id)
 
     @app.get(RESULT_PATH + "{name}", include_in_schema=False)
     async def result(name: str) -> Response:
-        """A picture that was given by URL."""
+        """Return a picture that an earlier answer gave by URL."""
         return handler.result(name)

@@ -1,4 +1,4 @@
-"""Pictures and videos that were made, kept in memory for a while and within bounds; and OpenAI's jobs of videos."""
+"""Finished pictures and videos, kept in memory within bounds of time and size; and OpenAI's video jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilewright.server.api.pictures.respond import failure_of, timings_of
 from tilewright.server.http.errors import ApiError, as_api_error
 from tilewright.server.link.pictures import Cancel
 
-RESULT_PATH = "/made/"  # of results that are given by URL; the name that follows cannot be guessed: it needs no API key
+RESULT_PATH = "/made/"  # results given by URL; no API key, since the name that follows cannot be guessed
 MAX_RESULT_BYTES = 512 * 2**20
 KEEP_S = 3600.0
 
@@ -27,7 +27,7 @@ class KeptResult:
 
 
 class ResultStore:
-    """Results by names that cannot be guessed. The oldest go when there are too many bytes, and each after a while."""
+    """Results by names that cannot be guessed: each for `keep_s` seconds, the oldest dropped above `max_bytes`."""
 
     def __init__(self, max_bytes: int = MAX_RESULT_BYTES, keep_s: float = KEEP_S) -> None:
         self._max_bytes = max_bytes
@@ -37,7 +37,7 @@ class ResultStore:
         self.size_bytes = 0
 
     def put(self, data: bytes, media_type: str) -> str:
-        """The name of a result."""
+        """Store a result and return its name."""
         name = secrets.token_urlsafe(24)
         loop = asyncio.get_running_loop()
         self._kept[name] = KeptResult(data, media_type, loop.time() + self.keep_s)
@@ -73,7 +73,7 @@ class ResultStore:
         self._set_timer()
 
 
-MAX_VIDEOS = 64  # jobs that are remembered; those that are done go first
+MAX_VIDEOS = 64  # jobs that are remembered; finished ones are dropped first
 
 Submit = Callable[[PictureRequest, Callable[[PictureEvent], None], float | None], Cancel]
 Status = Literal["queued", "in_progress", "completed", "failed"]
@@ -81,7 +81,7 @@ Status = Literal["queued", "in_progress", "completed", "failed"]
 
 @dataclass(eq=False)
 class VideoJob:
-    """One video, from its request on."""
+    """One video job, from its request to its result."""
 
     model: str
     prompt: str
@@ -91,7 +91,7 @@ class VideoJob:
     created_at: int = field(default_factory=lambda: int(time.time()))
     status: Status = "queued"
     progress: int = 0  # percent
-    expected_s: float | None = None  # what it takes, from where it was begun
+    expected_s: float | None = None  # the expected time from its start
     completed_at: int | None = None
     expires_at: int | None = None
     error: dict[str, Any] | None = None
@@ -99,9 +99,9 @@ class VideoJob:
     timings: dict[str, float] | None = None
     submitted_s: float = field(default_factory=time.perf_counter)
     queued_s: float = 0.0
-    result: str | None = None  # its name in the ResultStore
+    result: str | None = None  # the video's name in the ResultStore
     cancel: Cancel = lambda: None
-    release: Callable[[], None] = lambda: None  # gives back what the request holds, once
+    release: Callable[[], None] = lambda: None  # releases the memory that the request holds, once
     expiry: asyncio.TimerHandle | None = None
 
     @property
@@ -116,7 +116,7 @@ class VideoJob:
 
 
 class VideoJobs:
-    """The jobs, the latest last. Each is forgotten a while after it is done, or when too many are remembered."""
+    """The video jobs, the latest last. Each is dropped some time after its end, or when there are too many."""
 
     def __init__(self, submit: Submit, results: ResultStore) -> None:
         self._submit = submit
@@ -124,7 +124,7 @@ class VideoJobs:
         self._jobs: dict[str, VideoJob] = {}
 
     def create(self, job: VideoJob, request: PictureRequest, release: Callable[[], None]) -> VideoJob:
-        """Puts a job into the queue, or raises what submitting it does; `release` is called once when it ends."""
+        """Put a job into the queue, or raise the error of submitting it; `release` is called once when it ends."""
         self._make_room()
         job.cancel = self._submit(request, lambda event: self._see(job, event), job.expected_s)
         job.release = release
@@ -141,7 +141,7 @@ class VideoJobs:
         return job
 
     def list(self, after: str | None, limit: int, newest_first: bool) -> tuple[list[VideoJob], bool]:
-        """Jobs after one of them, and whether there are more."""
+        """Return at most `limit` jobs that follow the job `after`, and whether there are more."""
         jobs = list(self._jobs.values())
         if newest_first:
             jobs.reverse()
@@ -161,7 +161,7 @@ class VideoJobs:
         return result
 
     def delete(self, job_id: str) -> None:
-        """Forgets a job; one that is under way is cancelled."""
+        """Drop a job and its result; cancel it if it is running."""
         self._forget(self.get(job_id))
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class VideoJobs:
             self._forget(job)
 
     def _forget(self, job: VideoJob) -> None:
-        job.cancel()  # after which no event comes
+        job.cancel()  # no event follows
         self._release(job)
         if job.expiry is not None:
             job.expiry.cancel()

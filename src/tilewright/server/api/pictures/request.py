@@ -1,6 +1,6 @@
-"""Requests for pictures and videos: their bodies, OpenAI's fields and those of a diffusion model, as a PictureRequest.
+"""Requests for pictures and videos: bodies with OpenAI's fields and a diffusion model's, made into PictureRequests.
 
-The picture to edit or to animate is read here as bytes.
+The picture to edit or animate is read here as bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tilewright.server.http.bodies import is_multipart, parse_multipart
 from tilewright.server.http.errors import ApiError, validation_error
 from tilewright.types import RequestError
 
-MAX_PARTIAL_IMAGES = 3  # OpenAI's; each costs a decoding
+MAX_PARTIAL_IMAGES = 3  # OpenAI's limit; each costs a decoding
 Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARACTERS)]
 _SIZE = re.compile(r"(\d{1,6})\s*[xX×]\s*(\d{1,6})")
 
@@ -33,7 +33,7 @@ def _no_null(default: object) -> BeforeValidator:
 
 
 def _interval(value: object) -> object:
-    """A form has text alone: "0-0.8"."""
+    """Split "0-0.8" into two values: forms contain text only."""
     return value.split("-") if isinstance(value, str) else value
 
 
@@ -45,7 +45,7 @@ class DiffusionBody(Body):
     model: str | None = Field(default=None, description="the id that /v1/models returns; may be left out")
     prompt: Prompt
     negative_prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS)] | None = None
-    size: str | None = Field(default=None, description='such as "1024x768"; "auto": the model\'s own')
+    size: str | None = Field(default=None, description='such as "1024x768"; "auto": the model\'s default')
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     steps: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("steps", "num_inference_steps"))
     guidance: float | None = Field(default=None, ge=0, validation_alias=AliasChoices("guidance", "guidance_scale"))
@@ -53,15 +53,15 @@ class DiffusionBody(Body):
         default=None,
         min_length=2,
         max_length=2,
-        description="the part of the denoising, of 0 to 1, that is guided, such as [0, 0.8]",
+        description="the part of the denoising (0 to 1) that is guided, such as [0, 0.8]",
     )
     guidance_norm: float | None = Field(default=None, ge=0)
     step_cache: float | None = Field(
-        default=None, ge=0, le=1, description="skips blocks in steps that change less: faster, other pictures"
+        default=None, ge=0, le=1, description="skips blocks in steps that change less: faster, different pictures"
     )
 
     def settings(self) -> dict[str, Any]:
-        """By the names of GenerationParams."""
+        """Return the settings under the names of GenerationParams."""
         width, height = parse_size(self.size)
         return {
             "negative_prompt": self.negative_prompt or None,
@@ -80,11 +80,11 @@ class ImageBody(DiffusionBody):
     n: int | None = Field(default=None, ge=1)
     response_format: Literal["b64_json", "url"] | None = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
-    output_compression: int | None = Field(default=None, ge=0, le=100, description="of jpeg and webp: their quality")
+    output_compression: int | None = Field(default=None, ge=0, le=100, description="quality of jpeg and webp")
     stream: Annotated[bool, _no_null(False)] = False
     partial_images: int | None = Field(default=None, ge=0, le=MAX_PARTIAL_IMAGES)
     progress: Annotated[bool, _no_null(False)] = Field(
-        default=False, description="in a stream: also an event for each step, and for each change of place in the queue"
+        default=False, description="streams also have an event for each step, and for each change of place in the queue"
     )
     background: str | None = None
 
@@ -93,7 +93,7 @@ class ImageBody(DiffusionBody):
 
 
 class EditBody(ImageBody):
-    """The picture is a data:, http(s) or file: URL, or `images` a list of {"image_url": URL}; or part of a form."""
+    """An edit. The picture is a data:, http(s) or file: URL, a part of a form, or `images`: [{"image_url": URL}]."""
 
     image: str | Texts | None = None
     images: Objects | None = None
@@ -107,7 +107,7 @@ class VideoBody(DiffusionBody):
     num_frames: int | None = Field(default=None, ge=1)
     fps: float | None = Field(default=None, ge=1, le=MAX_FPS, description="frames a second of the file")
     input_reference: str | dict[str, Any] | None = Field(
-        default=None, description='a picture to begin with: a URL, {"image_url": URL}, or part of a form'
+        default=None, description='the first frame: a URL, {"image_url": URL}, or a part of a form'
     )
 
     def settings(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class VideoBody(DiffusionBody):
 
 
 def parse_size(text: str | None) -> tuple[int | None, int | None]:
-    """Width and height; None for the model's own."""
+    """Return width and height; None for the model's default."""
     if text is None or text.strip().lower() in ("auto", ""):
         return None, None
     match = _SIZE.fullmatch(text.strip())
@@ -124,7 +124,7 @@ def parse_size(text: str | None) -> tuple[int | None, int | None]:
     return int(match[1]), int(match[2])
 
 
-# What a pipeline calls a setting, and what a client does.
+# Names of settings in a pipeline, and in a client's request.
 _CLIENT_NAMES = {"num_steps": "steps", "width": "size", "height": "size"}
 _JPEG_QUALITY = 95
 
@@ -133,7 +133,7 @@ Hold = Callable[[int], None]
 
 
 async def read_body(kind: type[BodyType], request: Request, file_field: str) -> tuple[BodyType, bytes | None]:
-    """The body, JSON or a form, and the file that a form has as `file_field`."""
+    """Read a JSON body or a form; return the body and the form's file named `file_field`, if any."""
     data = b"".join([piece async for piece in request.stream()])
     content_type = request.headers.get("content-type", "")
     if not is_multipart(content_type):
@@ -147,7 +147,7 @@ async def read_body(kind: type[BodyType], request: Request, file_field: str) -> 
         if part.filename is not None and name == file_field:
             files.append(part.data)
         elif part.filename is not None:
-            fields[name] = f"a file, {len(part.data)} bytes"  # refused by name, where it is not known
+            fields[name] = f"a file, {len(part.data)} bytes"  # refused by name if the field is unknown
         else:
             fields[name] = part.text
     if len(files) > 1:
@@ -156,7 +156,7 @@ async def read_body(kind: type[BodyType], request: Request, file_field: str) -> 
 
 
 def _validated(kind: type[BodyType], fields: Any, *, is_form: bool = False) -> BodyType:
-    """A form has text alone, which stands for numbers too."""
+    """Validate a body. Forms contain text only, so that in a form "7" is accepted as a number."""
     try:
         return kind.model_validate(fields, strict=not is_form)
     except ValidationError as error:
@@ -198,7 +198,7 @@ def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def edit_source(body: EditBody) -> str | None:
-    """The URL of the picture to edit; None: the body names none."""
+    """Return the URL of the picture to edit; None if the body has none."""
     if body.mask is not None:
         message = "mask is given, which is not supported: the whole picture is edited"
         raise ApiError(400, message, param="mask", code="unsupported_parameter")
@@ -230,7 +230,7 @@ def _one_picture(field: str, count: int) -> ApiError:
 async def read_picture(
     source: str | None, file: bytes | None, field: str, gate: Gate, hold: Hold, limits: MediaLimits
 ) -> bytes | None:
-    """The bytes of a picture by URL or of a form, through the same gate as those of a chat."""
+    """Return the bytes of a picture from a URL or a form, read through the same gate as a chat's pictures."""
     try:
         if file is not None:
             return check_bytes(file, field, limits)
@@ -244,7 +244,7 @@ async def read_picture(
 
 
 def client_error(error: RequestError, picture_field: str = "image") -> RequestError:
-    """The error with the field named as the client names it."""
+    """Return the error with the client's name for the field."""
     param = error.param or ""
     name = picture_field if param == "image" else _CLIENT_NAMES.get(param, param)
     message = str(error)

@@ -1,4 +1,4 @@
-"""Pictures as an HTTP response: one object, or a stream of previews and pictures; cancelled when the client leaves."""
+"""Sends pictures over HTTP: one object, or a stream with previews; cancels the request when the client leaves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Event = PictureEvent | ClientLeft | TimedOut | ShuttingDown | KeepAliveDue
 
 
 def failure_of(event: NotMade) -> Exception:
-    """The error of a request that gave no pictures."""
+    """Return the error of a failed request."""
     error = Failed(event.kind, event.message, event.param, event.code).error()
     return client_error(error) if isinstance(error, RequestError) else error
 
@@ -44,7 +44,7 @@ class PictureWriter:
     """Makes the objects of OpenAI's interface from the events of a request."""
 
     def __init__(self, kind: str, output_format: str, keep: Keep | None, shows_progress: bool) -> None:
-        """`kind` is "image_generation" or "image_edit"; with `keep`, pictures are given by URL."""
+        """`kind` is "image_generation" or "image_edit"; with `keep`, answers have URLs of pictures."""
         self._kind = kind
         self._format = output_format
         self._keep = keep
@@ -55,7 +55,7 @@ class PictureWriter:
         self._size = "auto"
 
     def chunks(self, event: PictureEvent) -> Iterator[Mapping[str, Any]]:
-        """The events of the stream that one of the worker's makes."""
+        """Yield the stream events for one event of the worker."""
         if isinstance(event, Began):
             self._note(event)
         if isinstance(event, Waiting | Began | Stepped) and self._shows_progress:
@@ -91,7 +91,7 @@ class PictureWriter:
         }
 
     def see(self, event: PictureEvent) -> None:
-        """Notes what a response as one object needs."""
+        """Record what a response without a stream needs of an event."""
         if isinstance(event, Began):
             self._note(event)
 
@@ -126,7 +126,7 @@ class PictureWriter:
 
 
 def timings_of(made: Made, queued_s: float) -> dict[str, float]:
-    """What the parts of a request took, in seconds, and a step of it."""
+    """Return the seconds that the parts of a request took, and the mean of a step."""
     return {
         "queued_s": queued_s,
         "load_s": made.load_s,
@@ -138,7 +138,7 @@ def timings_of(made: Made, queued_s: float) -> dict[str, float]:
 
 
 class PictureResponse(EventResponse):
-    """Sends what its writer makes of a request's events. The request is always cancelled at the end."""
+    """Sends what its writer makes of a request's events, and always cancels the request at the end."""
 
     def __init__(
         self,
@@ -174,10 +174,10 @@ class PictureResponse(EventResponse):
         await send_event(send, {"type": "error", **error.body()}, "error")
 
     async def _receive(self, send: Send) -> Made:
-        """The end of the request's events. A stream is sent as it comes."""
+        """Receive events until the pictures are made, and return them. A stream is sent as events arrive."""
         loop = asyncio.get_running_loop()
         while True:
-            # A step of a large model takes minutes on a small machine; proxies give up on a silent connection.
+            # A step of a large model takes minutes on a small machine; proxies close a silent connection.
             keep_alive = loop.call_later(KEEP_ALIVE_S, self._notify, KeepAliveDue())
             try:
                 event = await self._events.get()

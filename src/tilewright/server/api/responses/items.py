@@ -1,4 +1,4 @@
-"""The items of a Responses request as the messages of a chat."""
+"""Turns the items of a Responses request into the messages of a chat."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _ITEM_FIELDS = {
     "function_call_output": ("type", "call_id", "name", "output"),
 }
 _PART_FIELDS = ("type", "text", "refusal", "image_url", "detail", "file_id", "input_audio")
-# Parts that are text, and the key that has it.
+# Types of text parts, and the key of the text.
 _TEXT_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
 def messages_of(items: Sequence[object]) -> list[dict[str, Any]]:
-    """Messages in the order of the items; reasoning, text and calls of one turn of the model are one message."""
+    """Return messages in the order of the items; reasoning, text and calls of one turn become one message."""
     turns = _Turns()
     for index, item in enumerate(items):
         where = f"input[{index}]"
@@ -49,11 +49,11 @@ class _Turns:
 
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
-        self._answer: dict[str, Any] | None = None  # the assistant's message that later items may extend
+        self._answer: dict[str, Any] | None = None  # the assistant's message, which later items may extend
         self._name_of_call: dict[str, str] = {}
 
     def messages(self) -> list[dict[str, Any]]:
-        """The messages; reasoning without text or calls after it is left out."""
+        """Return the messages, without reasoning that no text or call follows."""
         return [message for message in self._messages if "content" in message]
 
     def add_message(self, item: Mapping[str, Any], where: str) -> None:
@@ -106,7 +106,7 @@ class _Turns:
 
 
 def content_of(content: object, where: str) -> str | list[dict[str, Any]]:
-    """The content of a chat message: text, or parts if there are media among them."""
+    """Return the content of a chat message: text, or a list of parts if it has media."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -138,7 +138,7 @@ def _part(part: object, where: str) -> dict[str, Any]:
 
 
 def _check_fields(given: Mapping[str, Any], where: str, rules: Rules, fields: Sequence[str]) -> None:
-    """RequestError for a field of an item or a part that is refused."""
+    """Raise RequestError for a refused field of an item or a part."""
     fault = find_fault({name: value for name, value in given.items() if name not in fields}, rules, fields)
     if fault is not None:
         raise RequestError(f"{where}.{fault.message}", param="input", code=fault.code)

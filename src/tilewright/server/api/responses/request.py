@@ -1,4 +1,4 @@
-"""A Responses request as the body of a chat completion, with the earlier responses that previous_response_id names."""
+"""Turns a Responses request, with the conversation before it, into the body of a chat completion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_METADATA_ENTRIES = 16
 MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 512
 
-# Fields with the same meaning in both. The last rows are not OpenAI's but common in servers of open models.
+# Fields with the same meaning in both interfaces. The last three rows are common in servers of open models.
 _SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "user",
     "seed", "stop", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
@@ -26,9 +26,9 @@ _CHOICES = ("none", "auto", "required")
 
 
 def chat_body(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of the chat completion that answers a Responses request; RequestError for what is not supported of it.
+    """Return the body of the chat completion that answers a Responses request; raise RequestError if it cannot.
 
-    The items of `previous_response_id` are in its input already.
+    The input must already contain the items of `previous_response_id`.
     """
     include = request.get("include") or []
     if not isinstance(include, list | tuple):
@@ -75,7 +75,7 @@ def _messages(request: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _tools(tools: object) -> list[dict[str, Any]]:
-    """The tools in chat's form, where the fields of a function are under "function"."""
+    """Return the tools in the form of chat completions, with a function's fields under "function"."""
     if not isinstance(tools, list | tuple):
         raise RequestError(f"tools is a {type(tools).__name__}, expected a list")
     found = []
@@ -151,7 +151,7 @@ MAX_HISTORY_BYTES = 64 << 20
 
 
 class ResponseHistory:
-    """The items of recent responses, in memory; the least recently used are evicted when they exceed the limit."""
+    """The items of recent responses, in memory; the least recently used are evicted above the limit."""
 
     def __init__(self, max_size_bytes: int = MAX_HISTORY_BYTES) -> None:
         self._max_size_bytes = max_size_bytes
@@ -159,7 +159,7 @@ class ResponseHistory:
         self._entries: OrderedDict[str, tuple[list[object], int]] = OrderedDict()
 
     def resolve(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The request with the items of the previous response in front of its input."""
+        """Return the request with the items of the previous response before its input."""
         previous_id = request.get("previous_response_id")
         if previous_id is None:
             return dict(request)
@@ -170,7 +170,7 @@ class ResponseHistory:
         return {**request, "input": [*entry[0], *_items(request.get("input"))]}
 
     def keep(self, request: Mapping[str, Any], response: Mapping[str, Any]) -> None:
-        """Keeps the input and output of a response, unless the request says "store": false."""
+        """Store the input and output of a response, unless the request has "store": false."""
         if request.get("store") is False or response["status"] not in ("completed", "incomplete"):
             return
         items = [*_items(request.get("input")), *response["output"]]

@@ -1,4 +1,4 @@
-"""Responses: from pieces of an answer to items (reasoning, text, function calls), the Response and its events."""
+"""Builds items (reasoning, text, function calls), the Response and its events from pieces of an answer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tilewright.server.http.errors import ApiError
 from tilewright.server.link.backend import AnswerDelta, Ended, ModelInfo, Started
 from tilewright.server.output import OutputParser, Piece, ToolCallDelta
 
-Fields = dict[str, Any]  # an event's own fields, with "type"; ResponseBuilder adds those of all events
+Fields = dict[str, Any]  # an event's own fields, with "type"; ResponseBuilder adds the common ones
 
 
 class Item(ABC):
-    """One item, as far as it is generated."""
+    """The part of one item that is generated so far."""
 
-    prefix: str  # of its id
+    prefix: str  # begins its id
 
     def __init__(self) -> None:
         self.id = f"{self.prefix}_{uuid.uuid4().hex}"
@@ -30,34 +30,34 @@ class Item(ABC):
 
     @property
     def text(self) -> str:
-        """Its text so far."""
+        """The item's text so far."""
         return "".join(self._parts)
 
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:
-        """The current item."""
+        """Return the item's current JSON object."""
 
     @abstractmethod
     def continues_with(self, piece: Piece) -> bool:
-        """Whether the piece belongs to this item."""
+        """Return whether the piece belongs to this item."""
 
     @abstractmethod
     def opening(self) -> list[Fields]:
-        """The events between the item's own beginning and its first text."""
+        """Return the events between the item's start and its first text."""
 
     @abstractmethod
     def add(self, piece: Piece) -> list[Fields]:
-        """The events of a piece of it."""
+        """Append a piece and return its events."""
 
     @abstractmethod
     def closing(self) -> list[Fields]:
-        """The events between its last text and its own end."""
+        """Return the events between the item's last text and its end."""
 
 
 class _PartItem(Item):
     """An item whose text is in a content part."""
 
-    event: str  # the name of its text's events
+    event: str  # names the events of its text
 
     @abstractmethod
     def _part(self, text: str) -> dict[str, Any]: ...
@@ -84,7 +84,7 @@ class _PartItem(Item):
 
 
 class TextItem(_PartItem):
-    """A message."""
+    """A message item: the answer's text."""
 
     prefix = "msg"
     event = "output_text"
@@ -105,7 +105,7 @@ class TextItem(_PartItem):
 
 
 class ReasoningItem(_PartItem):
-    """Reasoning."""
+    """A reasoning item."""
 
     prefix = "rs"
     event = "reasoning_text"
@@ -121,7 +121,7 @@ class ReasoningItem(_PartItem):
 
 
 class CallItem(Item):
-    """A function call."""
+    """A function call item."""
 
     prefix = "fc"
 
@@ -182,9 +182,9 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class ResponseBuilder:
-    """Builds one response. Each method returns the events of a change, with "type" and "sequence_number".
+    """Builds one response. Each method makes a change and returns its events, with "type" and "sequence_number".
 
-    Call `begin`, then `add` as pieces come, then `finish` or `fail`. Without streaming, ignore the events and take
+    Call `begin`, then `add` as pieces arrive, then `finish` or `fail`. Without streaming, ignore the events and use
     `response` at the end.
     """
 
@@ -204,15 +204,15 @@ class ResponseBuilder:
         self._num_events = 0
 
     def begin(self) -> list[Event]:
-        """The events of the response's start."""
+        """Return the events of the response's start."""
         return [self._event(f"response.{what}", response=self.response()) for what in ("created", "in_progress")]
 
     def add(self, pieces: Iterable[Piece]) -> list[Event]:
-        """The events of more of the answer."""
+        """Append pieces of the answer and return their events."""
         return [event for piece in pieces for event in self._add(piece)]
 
     def finish(self, finish_reason: Literal["stop", "length", "tool_calls"], usage: Mapping[str, Any]) -> list[Event]:
-        """The events of the answer's end. `usage` as a chat completion has it."""
+        """End the answer and return the events. `usage` is in the form of chat completions."""
         is_complete = finish_reason != "length"
         events = self._close("completed" if is_complete else "incomplete")
         self._usage = _usage(usage)
@@ -225,7 +225,7 @@ class ResponseBuilder:
         return [*events, self._event(f"response.{self._status}", response=self.response())]
 
     def fail(self, message: str, code: Literal["server_error", "invalid_prompt"] = "server_error") -> list[Event]:
-        """The event of an answer that failed."""
+        """Mark the answer as failed and return the event."""
         for item in self._items[-1:]:
             item.status = "incomplete" if item.status == "in_progress" else item.status
         self._status = "failed"
@@ -233,7 +233,7 @@ class ResponseBuilder:
         return [self._event("response.failed", response=self.response())]
 
     def response(self) -> dict[str, Any]:
-        """The current Response object."""
+        """Return the current Response object."""
         return {
             "id": self._id,
             "object": "response",
@@ -287,7 +287,7 @@ def _new_item(piece: Piece) -> Item:
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Chat's counts of tokens by the names they have in a Response."""
+    """Return the token counts of a chat completion under the names of a Response."""
     read, written = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}
     return {
         "input_tokens": usage["prompt_tokens"],
@@ -314,7 +314,7 @@ class ResponsesWriter:
         self._is_cut = False  # by max_output_tokens
 
     def add(self, prompt_index: int, event: Started | AnswerDelta | Ended) -> Iterator[dict[str, Any]]:
-        """The events that an event of the engine makes."""
+        """Record an event of the engine and yield its stream events."""
         if isinstance(event, Started):
             self._parser = output_parser(self._chat, self._model, event.opens_reasoning)
             yield from self._builder.begin()
@@ -329,15 +329,15 @@ class ResponsesWriter:
             self._history.keep(self._request, self._builder.response())
 
     def closing_chunks(self) -> Iterator[dict[str, Any]]:
-        """None: the last event is sent with the answer's end."""
+        """Return no chunks: the last event is sent with the end of the answer."""
         return iter(())
 
     def failure_chunks(self, error: ApiError) -> Iterator[dict[str, Any]]:
-        """The events of an answer that failed."""
+        """Yield the events of a failed answer."""
         if self._parser is None:
             yield from self._builder.begin()
         yield from self._builder.fail(error.message)
 
     def result(self) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the complete answer."""
         return self._builder.response()
