@@ -131,7 +131,8 @@ test-long: set-up dist/.wheel
 
 # The tests of replicas, with the extra `ray`.
 test-ray: set-up
-	$(INSTALL) "tilewright[ray]"
+	@$(BIN)/python tools/requirements.py ray > build/ray.txt
+	$(INSTALL) --requirement build/ray.txt
 	$(BIN)/pytest -q tests/cluster tests/test_replica_flags.py tests/test_batch_blocks.py
 
 # The package as users have it, not editable, with the kernels of levels that this CPU runs: for the demo the best level of

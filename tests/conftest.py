@@ -1,7 +1,9 @@
 """What tests of kernels, models and pictures share: ISA levels, both dtypes, one thread, a gate."""
 
+import hypothesis
 import pytest
 import torch
+from fuzzing import num_cases
 
 from tilewright import config
 from tilewright.ops.native import kernels
@@ -9,6 +11,9 @@ from tilewright.ops.native import kernels
 # Levels that differ from the one below in products of bytes alone: only tests of quantised weights go through them.
 BYTE_LEVELS = ("avx512_vnni",)
 MADE_OF = {"moe": ("moe", "linear")}  # ops whose kernels are also others'
+
+hypothesis.settings.register_profile("tilewright", max_examples=num_cases(100), deadline=None)
+hypothesis.settings.load_profile("tilewright")
 
 
 def pytest_addoption(parser):
@@ -18,6 +23,13 @@ def pytest_addoption(parser):
         choices=(*kernels.isa_levels(), "all"),
         help="run tests of kernels at this ISA level instead of the best one and scalar; may be repeated",
     )
+
+
+def pytest_collection_modifyitems(items):
+    """Marks tests of random cases, of which `make test-long` runs many more."""
+    for item in items:
+        if item.get_closest_marker("hypothesis"):
+            item.add_marker("fuzz")
 
 
 def isa_levels(config: pytest.Config, op: str | None = None, *, with_bytes: bool = False) -> list[str]:

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from fuzzing import num_cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ def line(custom_id, **body):
 # Ids of the input.
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_cases(40))
 @given(st.lists(st.text(max_size=3), unique=True, max_size=40), st.text(max_size=3))
 def test_index_finds_what_was_added(ids, other):
     index = IdIndex()

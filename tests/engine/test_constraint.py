@@ -25,6 +25,7 @@ from constrained_model import (
     qwen_tokenizer,
     run_all,
 )
+from fuzzing import num_cases
 from hypothesis import given, settings
 from tokenizers import decoders, models
 
@@ -141,7 +142,7 @@ schemas = st.recursive(
 ).map(lambda schema: {"$defs": {"pair": PAIR}, **schema})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_cases(60), deadline=None)
 @given(schemas, st.integers(0, 3), st.sampled_from([0.0, 1.0]), st.sampled_from([0, 4]))
 def test_documents_fit_their_schema(schema, seed, temperature, num_drafts):
     core = constrained_core(byte_tokenizer(), BYTES_SIZE, num_drafts=num_drafts, favour='"}],')
@@ -212,7 +213,7 @@ def cores(draw):
     }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_cases(25), deadline=None)
 @given(cores(), st.lists(st.tuples(st.sampled_from(list(REQUESTS)), st.integers(0, 40)), min_size=2, max_size=6))
 def test_answers_are_the_same_alone_and_together(options, arrivals):
     core = constrained_core(byte_tokenizer(), BYTES_SIZE, **options)

@@ -1,3 +1,4 @@
+from fuzzing import num_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mock_model import LetterDecoder, answer, make_core, run_all, text_inputs
@@ -43,7 +44,7 @@ def expected_text(text, stop):
     return text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_cases(300), deadline=None)
 @given(
     st.lists(st.text("ab", max_size=4), max_size=8),
     st.lists(st.text("ab", min_size=1, max_size=4), max_size=3).map(tuple),

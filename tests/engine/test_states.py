@@ -6,6 +6,7 @@ import itertools
 import constrained_model
 import hypothesis.strategies as st
 import pytest
+from fuzzing import num_cases
 from hypothesis import given, settings
 from mock_model import media_inputs, read_by, run_all, text_inputs
 from recurrent_model import answer, check_nothing_is_held, recurrent_core
@@ -68,7 +69,7 @@ requests = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_cases(150), deadline=None)
 @given(cores(), st.lists(requests, min_size=1, max_size=7))
 def test_every_answer_is_the_one_alone(options, requests):
     core = recurrent_core(**options)

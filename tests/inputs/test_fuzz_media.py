@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from clips import write_clip
+from fuzzing import num_cases
 from PIL import Image
 from sounds import wav, write_sound
 
@@ -19,10 +20,14 @@ from tilewright.inputs.isolation.opener import IsolatedOpener, MediaFault
 from tilewright.inputs.media import MediaLimits, MediaPart
 from tilewright.types import RequestError
 
-NUM_CASES = {"png": 2000, "jpeg": 2000, "webp": 1500, "gif": 1500, "mp4": 1500, "wav": 1500}
 SLICE = 500
+NUM_CASES = {
+    kind: num_cases(few)
+    for kind, few in {"png": 2000, "jpeg": 2000, "webp": 1500, "gif": 1500, "mp4": 1500, "wav": 1500}.items()
+}
 LIMITS = MediaLimits(max_pixels=2**18, max_duration_s=60, max_decode_s=10)
 MAX_GROWTH_BYTES = 6 * 2**20
+pytestmark = pytest.mark.fuzz
 
 
 def picture(mode="RGB"):

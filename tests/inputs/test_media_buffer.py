@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from fuzzing import num_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,7 +149,7 @@ def test_memory_is_taken_by_writing_and_given_back():
     assert resident_bytes(buffer) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_cases(60), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=40))
 def test_no_two_requests_share_a_row(actions):
     buffer = make(num_rows=32, width=1)

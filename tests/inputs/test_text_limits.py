@@ -6,6 +6,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 from checkpoint_files import llama_metadata, smollm2_metadata, write_qwen3_vl_folder
+from fuzzing import num_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,7 +41,7 @@ def test_no_token_is_longer_than_the_longest(tokenizer):
     assert max(sizes) <= tokenizer.max_token_bytes <= 2 * max(sizes)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_cases(25), deadline=None)
 @given(units=st.lists(UNITS, min_size=1, max_size=4), length=st.integers(1, 3 * PIECE_CHARACTERS))
 def test_what_fits_is_never_refused_and_has_the_same_ids(qwen, units, length):
     """With a context of exactly as many tokens, however a text is cut into pieces that are counted."""

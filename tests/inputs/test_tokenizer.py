@@ -4,6 +4,7 @@ from itertools import pairwise
 import pytest
 import tokenizers
 from checkpoint_files import llama_metadata, smollm2_metadata, write_qwen3_vl_folder
+from fuzzing import num_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import require
@@ -59,7 +60,7 @@ def llama():
     return Tokenizer.from_gguf(llama_metadata())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_cases(300), deadline=None)
 @given(TEXTS)
 def test_ids_and_text_are_those_of_transformers(qwen, oracle, text):
     ids = qwen.encode(text)
@@ -157,7 +158,7 @@ def test_text_of_single_tokens(qwen, llama):
 
 
 @pytest.mark.parametrize("name", ["qwen", "smollm", "llama", "llama_without_space"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_cases(150), deadline=None)
 @given(data=st.data())
 def test_a_stream_gives_what_decode_gives(request, name, data):
     if name == "llama_without_space":
@@ -198,7 +199,7 @@ def test_smollm2_splits_digits(smollm):
     control = [token for token, kind in zip(vocab, metadata["tokenizer.ggml.token_type"], strict=True) if kind == 3]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=num_cases(300), deadline=None)
     @given(TEXTS)
     def check(text):
         assert smollm.encode(text) == backend.encode(text).ids
@@ -231,7 +232,7 @@ def test_qwen_from_gguf_metadata(folder, qwen):
     assert tokenizer.chat_template == {"default": "hello", "tool_use": "tools"}
     assert tokenizer.stop_token_ids == (151645, 151643)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=num_cases(200), deadline=None)
     @given(TEXTS)
     def check(text):
         assert tokenizer.encode(text) == qwen.encode(text)
@@ -257,7 +258,7 @@ def merge_by_score(text: str, metadata: dict) -> list[str]:
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_cases(300), deadline=None)
 @given(st.text(alphabet="the cainHAT.é€🦙\n", min_size=1, max_size=30))
 def test_llama_merges_by_score(llama, text):
     metadata = llama_metadata()

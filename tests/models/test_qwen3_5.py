@@ -8,6 +8,7 @@ import pytest
 import tiny
 import tiny_qwen3_5
 import torch
+from fuzzing import num_cases
 from hand_batches import Hands
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -71,7 +72,7 @@ def test_a_prompt_cut_into_chunks_is_the_whole(name, models, truths, size):
         assert agree(Hands(model).run(prompt.inputs, (size,)), wanted)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_cases(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(1, 80), min_size=1, max_size=6), index=st.integers(0, 3))
 def test_a_prompt_cut_anywhere_is_the_whole(models, truths, sizes, index):
     prompt, wanted = truths("qwen3_5")[index]

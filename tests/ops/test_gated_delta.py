@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from fuzzing import num_cases
 from helpers import assert_close, poisoned, rand
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -286,7 +287,7 @@ def test_a_token_does_not_depend_on_the_sequences_beside_it_nor_on_threads(isa, 
         assert torch.equal(alone, out[begin:end])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_cases(25), deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 140), min_size=1, max_size=4),
     key_heads=st.integers(1, 3),

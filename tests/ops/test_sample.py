@@ -3,6 +3,7 @@ import math
 import plain
 import pytest
 import torch
+from fuzzing import num_cases
 from helpers import assert_close, poisoned, rand
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -179,7 +180,7 @@ def test_a_large_vocabulary(isa, dtype):
         assert_same_draw(logits, parameters, uniforms(1))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=num_cases(150))
 @given(
     size=st.integers(1, 700),
     seed=st.integers(0, 10**6),

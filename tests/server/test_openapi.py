@@ -4,6 +4,7 @@ import hypothesis
 import pytest
 import schemathesis
 from conftest import ScriptedBackend, serving
+from fuzzing import num_cases
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 
@@ -28,7 +29,7 @@ def url(chat_folder):
 
 @schema.parametrize()
 @hypothesis.settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=num_cases(100), deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
 )
 def test_no_request_breaks_the_server(case, url):
     case.call_and_validate(base_url=url, checks=[not_a_server_error])

@@ -5,6 +5,7 @@ import random
 import jsonschema_rs
 import pytest
 from checkpoint_files import write_qwen3_vl_folder
+from fuzzing import num_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -290,7 +291,7 @@ def calls_of_tools(draw):
     return tools, [(name, draw(found[name][1])) for name in called]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_cases(40), deadline=None)
 @given(drawn=calls_of_tools())
 @pytest.mark.parametrize("name", FORMATS)
 def test_fitting_calls_are_admitted_and_read_back(name, drawn):
@@ -325,7 +326,7 @@ def walk(found, randomness):
     return BYTES.decode_bytes([token_id for token_id in ids if token_id != END_ID]).decode()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_cases(25), deadline=None)
 @given(drawn=calls_of_tools(), seed=st.integers(0, 2**32))
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_admitted_is_a_fitting_call(name, drawn, seed):
@@ -364,7 +365,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_cases(60), deadline=None)
 @given(parameters=st.dictionaries(st.sampled_from(WORDS), SCHEMAS, max_size=4), is_strict=st.booleans())
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_schema_is_a_grammar_or_refused(name, parameters, is_strict, compiler):
