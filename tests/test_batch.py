@@ -140,7 +140,7 @@ def test_answers_are_the_engines_and_failures_say_why(text_model, tmp_path, outp
     }
     assert set(errors) == {"too hot", "too long", "a picture", "no prompt"}
     assert errors["too hot"]["param"] == "temperature" and errors["too hot"]["type"] == "invalid_request_error"
-    assert "256" in errors["too long"]["message"] and "takes text alone" in errors["a picture"]["message"]
+    assert "256" in errors["too long"]["message"] and "accepts text only" in errors["a picture"]["message"]
     assert errors["no prompt"]["param"] == "prompt"
     printed = capsys.readouterr()
     assert "10 of 10 done, 4 failed" in printed.err and not printed.out
@@ -194,7 +194,7 @@ def test_features_are_taken_where_they_are_allowed(vision_model, tmp_path, outpu
         answer = engine.chat([{"role": "user", "content": [picture, text]}], max_tokens=8, temperature=0.0)
     source = write(tmp_path / "in.jsonl", [chat("one", [as_json(part), text])])
     assert run(source, output, vision_model) == 1
-    refused = "image 1: image_features are taken with --allow-precomputed only"
+    refused = "image 1: image_features are accepted with --allow-precomputed only"
     assert refused in read(output)["one"]["response"]["body"]["error"]["message"]
     assert run(source, output, vision_model, "--retry-failed", "--allow-precomputed") == 0
     assert read(output)["one"]["response"]["body"]["choices"][0]["message"]["content"] == answer.text

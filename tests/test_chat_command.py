@@ -134,7 +134,7 @@ def test_a_reader_that_leaves_is_no_error(text_model):
         (["Hello", "-m", "MODEL", "--temperature", "3"], "temperature is 3.0"),
         (["Hello", "-m", "MODEL", "--image", "nowhere.png"], "nowhere.png: there is no such file"),
         (["Hello", "-m", "MODEL", "--audio", "nowhere.wav"], "nowhere.wav: there is no such file"),
-        (["Hello", "-m", "MODEL", "--image", "PHOTO"], "takes text alone"),
+        (["Hello", "-m", "MODEL", "--image", "PHOTO"], "accepts text only"),
         (["Hello", "-m", "./nothing/here/now"], "does not exist"),
         (["", "-m", "MODEL"], "the prompt is empty"),
         (["x" * 600, "-m", "MODEL", "--max-context", "512"], "512"),

@@ -176,9 +176,9 @@ def test_the_preview_fits_whatever_the_shape(size, shown):
     ("arguments", "words"),
     [
         (["--image", "nowhere.png"], "nowhere.png cannot be read: No such file"),
-        (["--image", __file__], "not a picture this can read"),
+        (["--image", __file__], "not a picture that can be read"),
         (["-m", "./nothing/here/now"], "does not exist"),
-        (["-m", "TEXT"], "takes text alone"),
+        (["-m", "TEXT"], "accepts text only"),
     ],
 )
 def test_users_errors_are_a_line(arguments, words, tmp_path, capsys):

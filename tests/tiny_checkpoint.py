@@ -73,7 +73,7 @@ def write_tokenizer(folder: Path, special: list[str] = SPECIAL, tags: Sequence[s
 
 
 def write_text_model(folder: Path) -> Path:
-    """A Qwen3 that takes text alone."""
+    """A Qwen3 that accepts text only."""
     torch.manual_seed(0)
     config = transformers.Qwen3Config(**{**TEXT, "vocab_size": VOCAB}, head_dim=32, tie_word_embeddings=True)
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)

@@ -79,7 +79,7 @@ def test_the_second_time_is_cached_and_the_first_is_not(run, vision_model, tmp_p
 def test_text_models(run, text_model):
     assert run("batch", "-m", text_model, "--rounds", "1", *SMALL["batch"])[0] == 0
     status, _, errors = run("picture", "-m", text_model, "--rounds", "1")
-    assert status == 2 and "takes text alone" in errors
+    assert status == 2 and "accepts text only" in errors
 
 
 def test_plot(run, text_model, tmp_path):

@@ -108,7 +108,7 @@ def test_what_is_no_sound(source, message):
 
 
 def test_a_file_without_sound(tmp_path):
-    with pytest.raises(RequestError, match="audio 1: the file has no sound in it"):
+    with pytest.raises(RequestError, match="audio 1: the file has no sound"):
         opened(write_clip(tmp_path / "a.mp4", 3))
 
 

@@ -146,7 +146,7 @@ def test_a_template_that_refuses():
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(RequestError, match="roles must alternate"):
         template.render([{"role": "user", "content": "x"}])
-    with pytest.raises(RequestError, match="cannot take the messages"):
+    with pytest.raises(RequestError, match="cannot render the messages"):
         ChatTemplate("{{ messages[0].content + 1 }}", {}).render([{"role": "user", "content": "x"}])
     with pytest.raises(RequestError, match="expected an object with a role"):
         template.render([{"content": "x"}])

@@ -128,7 +128,7 @@ def test_sounds_are_as_if_decoded_here(opener):
 @pytest.mark.parametrize(
     "data,limits,message",
     [
-        (b"no picture", {}, "image 3: not a picture this can read, expected PNG, JPEG, WEBP, GIF, BMP"),
+        (b"no picture", {}, "image 3: not a picture that can be read, expected PNG, JPEG, WEBP, GIF, BMP"),
         (encode(noise()), {"max_pixels": 4000}, "image 3: 80 x 60 = 4800 pixels, the limit is 4000 \\(--max-pixels\\)"),
         (encode(noise()), {"max_bytes": 50}, "image 3: .* bytes or more, the limit is 50 \\(--max-media-bytes\\)"),
         (b"", {}, "image 3: it is empty"),
@@ -231,7 +231,7 @@ def attack(code):
         ("os._exit(3)", "the process that decoded it ended with status 3"),
         ("time.sleep(100)", "it took more than 0.5 seconds"),
         ("while True: pass", "it took more than 0.5 seconds"),
-        ("keep = [bytes(2**20) for _ in range(2**14)]", "it takes more memory than decoding may use"),
+        ("keep = [bytes(2**20) for _ in range(2**14)]", "it needs more memory than decoding may use"),
         ("raise KeyError('surprise')", "its decoder failed; the log has the reason"),
         ("import colorsys", "its decoder failed; the log has the reason"),
     ],
@@ -510,7 +510,7 @@ def test_real_memory_limits():
     """A picture within the limits of pixels, for a process that may use too little."""
     opener = IsolatedOpener(memory_bytes=2**25)
     data = encode(Image.new("RGB", (5000, 4000)))
-    with pytest.raises(MediaFault, match="image 3: cannot be decoded: it takes more memory than decoding may use"):
+    with pytest.raises(MediaFault, match="image 3: cannot be decoded: it needs more memory than decoding may use"):
         opener.open_picture(picture_part(data), MediaLimits()).decode()
     opener.close()
 

@@ -122,7 +122,7 @@ def test_too_many_and_unwanted_items():
     content = [{"type": "image", "image": b"x"}] * 3
     with pytest.raises(RequestError, match="image 3: the request has more than 2 pictures"):
         normalize([{"role": "user", "content": content}], limits=MediaLimits(max_items=2))
-    with pytest.raises(RequestError, match="image 1: SmolLM takes text alone"):
+    with pytest.raises(RequestError, match="image 1: SmolLM accepts text only"):
         normalize([{"role": "user", "content": content}], accepts=(), model="SmolLM")
     with pytest.raises(RequestError, match="content is a int"):
         normalize([{"role": "user", "content": 3}])
@@ -140,7 +140,7 @@ def test_the_sound_of_a_video():
     for wanted in (False, True):
         _, media = normalize(messages, use_audio_in_video=wanted)
         assert [part.with_sound for part in media] == [wanted, False, False]
-    with pytest.raises(RequestError, match="video 1: use_audio_in_video is asked for, and the model takes no sound"):
+    with pytest.raises(RequestError, match="video 1: use_audio_in_video is true, but the model accepts no sound"):
         normalize(messages, accepts=("image", "video"), use_audio_in_video=True)
     with pytest.raises(RequestError, match="use_audio_in_video is 'yes', expected true or false"):
         normalize([{"role": "user", "content": [{**video, "use_audio_in_video": "yes"}]}])

@@ -45,9 +45,9 @@ def test_media_are_refused_in_the_models_name(processor):
         {"type": "image", "image": b"x"},
         {"type": "image_url", "image_url": {"url": "https://example.com/x.png"}},
     ):
-        with pytest.raises(RequestError, match="image 1: SmolLM2 takes text alone"):
+        with pytest.raises(RequestError, match="image 1: SmolLM2 accepts text only"):
             processor.chat([{"role": "user", "content": [part]}])
-    with pytest.raises(RequestError, match="video 1: SmolLM2 takes text alone"):
+    with pytest.raises(RequestError, match="video 1: SmolLM2 accepts text only"):
         processor.prompt("x", media=[{"type": "video", "video": b"x"}])
     with pytest.raises(RequestError, match="media has an item of text, expected"):
         processor.prompt("x", media=["cat.png"])

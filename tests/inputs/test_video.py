@@ -219,7 +219,7 @@ def test_a_file_without_video(tmp_path):
         frame.sample_rate = 8000
         container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
-    with pytest.raises(RequestError, match="video 1: the file has no video in it"):
+    with pytest.raises(RequestError, match="video 1: the file has no video"):
         opened(path)
 
 

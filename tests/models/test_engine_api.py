@@ -89,7 +89,7 @@ def picture_cut_short() -> bytes:
 
 
 def test_sound_is_refused(engine):
-    with pytest.raises(RequestError, match="audio 1: the model takes text and image and video"):
+    with pytest.raises(RequestError, match="audio 1: the model accepts text and image and video"):
         engine.generate("hum", audios=[b"x"], max_tokens=1)
 
 

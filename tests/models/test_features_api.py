@@ -121,7 +121,7 @@ def test_a_part_is_known_by_its_checksum(engine_of):
     part = engine.features(image())
     damaged = part["image_features"].clone()
     damaged[0, 0] += 1
-    with pytest.raises(RequestError, match=r"image 1: key is [0-9a-f]{32}, and that of image_features as it arrived"):
+    with pytest.raises(RequestError, match=r"image 1: key is [0-9a-f]{32}, but the checksum of image_features is"):
         told(engine, {**part, "image_features": damaged})
 
 
@@ -149,7 +149,7 @@ def test_caches_are_shared_by_equal_values_alone(engine_of):
 def test_models_say_what_they_take(engine_of):
     part = {"type": "audio_features", "audio_features": torch.ones(3, 4), "grid": (1, 20, 16)}
     engine = engine_of("mllama")
-    with pytest.raises(RequestError, match="audio 1: the model takes text and image"):
+    with pytest.raises(RequestError, match="audio 1: the model accepts text and image"):
         told(engine, part)
     features = engine.features(image(1, 14, 40))
     assert features["tiling"] == (1, 3) and features["grid"] == (3, 4, 4)
@@ -215,9 +215,9 @@ def test_features_have_features_of_none(engine_of):
 def test_a_model_of_text_has_none(tmp_path):
     folder = tiny_checkpoint.write_text_model(tmp_path)
     with tilewright.Engine(folder, kv_memory="4MB", max_context=64, pack_cache=False) as engine:
-        with pytest.raises(RequestError, match="takes text alone"):
+        with pytest.raises(RequestError, match="accepts text only"):
             engine.features(image())
-        with pytest.raises(RequestError, match="takes text alone"):
+        with pytest.raises(RequestError, match="accepts text only"):
             told(engine, {"type": "image_features", "image_features": torch.ones(1, 1), "grid": (1, 2, 2)})
 
 

@@ -197,7 +197,7 @@ def test_placeholders_in_the_text_of_a_message_are_text(processor):
     [
         ({"text": "<|image|>"}, "the prompt has 1 placeholders of images, expected 0"),
         ({"text": "<|image|>", "media": parts(PICTURES[:2])}, "image 2: the prompt has no placeholder left for it"),
-        ({"text": "x", "media": parts(videos=[b"clip"])}, "video 1: the model takes text and image"),
+        ({"text": "x", "media": parts(videos=[b"clip"])}, "video 1: the model accepts text and image"),
         ({"text": "x", "token_ids": [1]}, "either a text or token ids"),
         ({}, "either a text or token ids"),
         ({"token_ids": [-3]}, "token id -3"),

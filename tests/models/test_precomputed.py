@@ -103,7 +103,7 @@ def test_known_by_what_they_are(engine, prepared):
         ({"image_features": bytes(12), "dtype": "float32", "shape": [3]}, r"shape is \[3\], expected \[rows, width\]"),
         ({"image_features": {1, 2}}, "image_features is a set, expected a tensor or array"),
         ({"key": "abc"}, "key is 'abc', expected 32 hexadecimal digits"),
-        ({"key": "0" * 32}, "key is 0{32}, and that of image_features as it arrived is [0-9a-f]{32}"),
+        ({"key": "0" * 32}, "key is 0{32}, but the checksum of image_features is [0-9a-f]{32}"),
         ({"tiling": (1, 2)}, "this model cuts no picture into tiles"),
         ({"times_s": [0.5]}, "times_s has 1 entries, expected 0"),
         ({"times_s": [1.0, 0.5]}, "expected seconds in order"),
@@ -139,5 +139,5 @@ def test_servers_take_none():
 
     assert not MEDIA_LIMITS.allow_precomputed and MediaLimits().allow_precomputed
     part = {"type": "image_features", "image_features": [[0.0]], "grid": [1, 2, 2]}
-    with pytest.raises(RequestError, match="image 1: image_features are taken with --allow-precomputed only"):
+    with pytest.raises(RequestError, match="image 1: image_features are accepted with --allow-precomputed only"):
         normalize(asked(part), limits=MEDIA_LIMITS)

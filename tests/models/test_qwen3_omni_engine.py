@@ -140,7 +140,7 @@ def test_what_cannot_be_heard(engine, tmp_path):
         (heard(b"RIFF nonsense"), "audio 1"),
         (heard((tone(1), 10)), "10 samples a second"),
         (heard({"a": 1}), "it is a dict"),
-        ({"type": "video", "video": silent, "use_audio_in_video": True}, "has no sound in it"),
+        ({"type": "video", "video": silent, "use_audio_in_video": True}, "has no sound"),
         ({"type": "video", "video": frames, "use_audio_in_video": True}, "frames have no sound"),
         ({"type": "video", "video": silent, "use_audio_in_video": 1}, "expected true or false"),
     ]:

@@ -365,7 +365,7 @@ def test_prompts_that_cannot_be(processor, ids, images, videos, message):
 def test_other_errors(processor, config, folder):
     with pytest.raises(RequestError, match="either a text or token ids"):
         processor.prompt()
-    with pytest.raises(RequestError, match="audio 1: the model takes text and image and video"):
+    with pytest.raises(RequestError, match="audio 1: the model accepts text and image and video"):
         processor.chat([{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA"}}]}])
     bare = Qwen3VlProcessor(config, folder, processor.tokenizer, None, MediaLimits(max_items=1, max_frames=3))
     with pytest.raises(RequestError, match="no chat template"):

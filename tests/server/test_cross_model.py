@@ -77,8 +77,8 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
-        ([user(VIDEO, text("x"))], "video 1: the model takes text and image"),
-        ([user(SOUND, text("x"))], "audio 1: the model takes text and image"),
+        ([user(VIDEO, text("x"))], "video 1: the model accepts text and image"),
+        ([user(SOUND, text("x"))], "audio 1: the model accepts text and image"),
         ([user(TORN, text("x"))], "image 1: not a picture"),
         ([SYSTEM, user(image(9, 9), text("x"))], "incompatible with system messages"),
         ([user(*(image(9, 9, seed) for seed in range(33)))], "image 33: the request has more than 32"),

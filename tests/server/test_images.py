@@ -62,7 +62,7 @@ def ready():
 
 @pytest.fixture(scope="module")
 def plain():
-    """The same, for a model that takes text alone."""
+    """The same, for a model that accepts text only."""
     with serving(ScriptedBackend, make_pictures=fake_backend) as running:
         running.client().images.generate(prompt="warm")
         yield running

@@ -11,7 +11,7 @@ from tilewright.server.media.fetch import Fetcher
 from tilewright.server.media.gate import MediaGate, MediaPolicy
 from tilewright.types import RequestError
 
-SHORT = "it does not end with a whole group of four characters, = where there are fewer"
+SHORT = "it does not end with a complete group of four characters, padded with ="
 DATA_URL = "data:image/png;base64," + base64.b64encode(b"inline").decode()
 
 

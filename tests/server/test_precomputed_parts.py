@@ -113,7 +113,7 @@ def test_caches_know_equal_values(server, engine, picture):
 def test_they_are_off_unless_allowed(vision_server, features):
     with pytest.raises(openai.BadRequestError) as error:
         ask(vision_server, features)
-    expected = "image 1: image_features are taken with --allow-precomputed only: send the picture"
+    expected = "image 1: image_features are accepted with --allow-precomputed only: send the picture"
     assert error.value.body["message"] == expected
 
 
@@ -153,7 +153,7 @@ NUMBERS = [[0.5] * 8] * 15
         ({"grid": [2, 10, 6]}, "image 1: grid is (2, 10, 6), expected 1 frame"),
         ({"grid": [1, 1 << 16, 1 << 16]}, "pixels, the limit is 67108864"),
         ({"key": 7}, "image 1: key is 7, expected 32 hexadecimal digits"),
-        ({"key": "f" * 32}, f"image 1: key is {'f' * 32}, and that of image_features as it arrived is "),
+        ({"key": "f" * 32}, f"image 1: key is {'f' * 32}, but the checksum of image_features is "),
         ({"tiling": [1, 2]}, "this model cuts no picture into tiles"),
         ({"times_s": "soon"}, "times_s is 'soon', expected seconds in order"),
         ({"type": "audio_features", "audio_features": "AAAA", "dtype": "float16", "shape": [1, 1]}, "audio 1: "),

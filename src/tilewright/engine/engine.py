@@ -332,7 +332,7 @@ class Engine:
         """
         processor, executor, own = self.loaded.processor, self.loop.core.runner, self.platform
         if not isinstance(processor, MediaProcessor) or not isinstance(executor, Executor):
-            raise RequestError(f"{self.loaded.name} takes text alone, and has no features of media")
+            raise RequestError(f"{self.loaded.name} accepts text only, and has no features of media")
         with ops_backend.use(own.backend if own.place.is_host else "native", HOST):
             return features_part(processor, medium, lambda media: self.loop.call(lambda: encode_now(executor, media)))
 

@@ -1,4 +1,4 @@
-"""Sounds to samples: how long a file lasts is found without decoding, the samples when they are asked for."""
+"""Reads sounds: finds the duration of a file without decoding it, and decodes the samples on demand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONTAINERS = "wav,mp3,flac,ogg,mov,mp4,m4a,3gp,3g2,mj2,matroska,webm"
 # The resampler's table grows with the ratio of the rates: a file that claims 2 GHz would ask for gigabytes.
 _MIN_RATE, _MAX_RATE = 1_000, 768_000
 _MAX_CHANNELS = 64
-# How much longer than its packets say a file may play: the last one of some is padded.
+# Seconds that a file may play beyond the duration of its packets: the last packet of some is padded.
 _MAX_EXTRA_S = 1.0
 
 
@@ -33,13 +33,13 @@ class SoundFile:
     decode: Callable[[], np.ndarray]
 
 
-# The encoded bytes, the item's name for errors, the limits, the rate wanted.
+# (encoded bytes, item's name for errors, limits, wanted sample rate) -> SoundFile
 ReadSound = Callable[[bytes, str, MediaLimits, int], SoundFile]
 
 
 @dataclass(frozen=True)
 class Sound:
-    """A sound whose length is known. `decode` gives mono float32 [samples] of -1 to 1, `sample_rate` a second."""
+    """A sound of known duration. `decode` returns mono float32 [samples] in [-1, 1], `sample_rate` per second."""
 
     name: str
     duration_s: float
@@ -49,7 +49,7 @@ class Sound:
 
 
 def read_sound(data: bytes, name: str, limits: MediaLimits, sample_rate: int) -> SoundFile:
-    """The sound that the bytes hold, decoded in this process when it is asked for."""
+    """Return the sound in the bytes; its samples are decoded on demand, in this process."""
     with _opened(data, name) as (container, stream):
         if stream.duration is not None and stream.time_base is not None:
             check_duration(float(stream.duration * stream.time_base), name, limits)
@@ -61,9 +61,9 @@ def read_sound(data: bytes, name: str, limits: MediaLimits, sample_rate: int) ->
 def open_audio(
     part: MediaPart, limits: MediaLimits, sample_rate: int, fetch: Fetch | None = None, read: ReadSound = read_sound
 ) -> Sound:
-    """The sound of a part: bytes, a file, an array of floats at the rate wanted, or (array, its rate).
+    """Return the sound of a part: bytes, a file, an array of floats at the wanted rate, or (array, its rate).
 
-    Encoded ones are left to `read`.
+    `read` reads encoded sounds.
     """
     source = read_source(part, limits, fetch)
     if isinstance(source, bytes):
@@ -101,7 +101,7 @@ def _resampled(samples: np.ndarray, rate: int, duration_s: float, sample_rate: i
 
 
 def max_samples(duration_s: float, sample_rate: int) -> int:
-    """How many samples a file that says so may give."""
+    """Return the largest number of samples that a file of this duration may have."""
     return int((duration_s + _MAX_EXTRA_S) * sample_rate)
 
 
@@ -119,7 +119,7 @@ def _as_samples(source: Any, name: str) -> np.ndarray:
 def _opened(data: bytes, name: str) -> Iterator[tuple[Any, Any]]:
     with opened_container(data, name, _CONTAINERS) as container:
         if not container.streams.audio:
-            raise RequestError(f"{name}: the file has no sound in it")
+            raise RequestError(f"{name}: the file has no sound")
         stream = container.streams.audio[0]
         context = stream.codec_context
         if context is None:
@@ -137,7 +137,7 @@ def _check_form(sample_rate: int, num_channels: int, name: str) -> None:
 
 
 def _duration(container: Any, stream: Any) -> float:
-    """Seconds from the first packet's start to the last one's end, or the sum of their lengths if that is more."""
+    """Return the seconds from the first packet's start to the last one's end, or the sum of durations if larger."""
     first, last, total = None, 0, 0
     for packet in container.demux(stream):
         if not packet.size:
@@ -151,7 +151,7 @@ def _duration(container: Any, stream: Any) -> float:
 
 
 def _decode(data: bytes, name: str, duration_s: float, sample_rate: int) -> np.ndarray:
-    """Mono float32 at the rate wanted: the mean of the channels."""
+    """Return mono float32 samples at the wanted rate: the mean of the channels."""
     import av
 
     with _opened(data, name) as (container, stream):
@@ -164,7 +164,7 @@ def _decode(data: bytes, name: str, duration_s: float, sample_rate: int) -> np.n
                 blocks.append(frame.to_ndarray()[0])
                 num_samples += len(blocks[-1])
             if mono is not None and num_samples > most:
-                raise RequestError(f"{name}: it plays on after the {duration_s:.1f} seconds that it says")
+                raise RequestError(f"{name}: it plays longer than the {duration_s:.1f} seconds that it declares")
     if not num_samples:
         raise RequestError(f"{name}: nothing of it can be decoded")
     return np.concatenate(blocks)[:most]
@@ -173,9 +173,9 @@ def _decode(data: bytes, name: str, duration_s: float, sample_rate: int) -> np.n
 def _mono_frames(
     container: Any, stream: Any, to_floats: av.AudioResampler, name: str
 ) -> Iterator[av.AudioFrame | None]:
-    """The frames with their channels averaged, then None, which lets out what a resampler still holds.
+    """Yield the frames with their channels averaged, then None, which flushes a resampler.
 
-    FFmpeg's own way to mono adds the channels of floats, and does not divide.
+    FFmpeg's own conversion to mono adds float channels without dividing.
     """
     import av
 

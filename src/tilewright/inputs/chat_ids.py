@@ -1,9 +1,9 @@
-"""The ids of a conversation, in which special tokens are the template's alone: text that spells one stays text.
+"""Token ids of a conversation. Only the template writes special tokens: text of a request that spells one stays text.
 
-A template makes one string of its own words and the request's, and a tokenizer cannot tell whose `<|im_end|>` it sees.
-So the request's strings go into the template with a stand-in for every character that could begin such a token, and
-come back after it. A stand-in is one character for one, so that what a template measures, cuts and trims is as it would
-be.
+A template joins its own text and the request's into one string, in which a tokenizer cannot tell whose `<|im_end|>` it
+sees. So in the request's strings every character that could begin such a token is replaced by a stand-in before the
+template runs, and restored after it. Stand-ins are single characters, so that lengths, cuts and trims in a template
+work as before.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from tilewright.inputs.messages import TextBudget
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.types import Messages, RequestError
 
-# Roles that may write the tags of reasoning and tool calls, which are tokens but not special ones: an assistant's
+# Roles that may write the tags of reasoning and tool calls, which are tokens but not special tokens: an assistant's
 # message has them, and a system message may show the model how to use them. In a user's text or a tool's result they
-# could forge a tool's result, or end it.
+# could forge or end a tool's result.
 _ROLES_WITH_TAGS = ("assistant", "system", "developer")
 _PRIVATE_USE = "[\U000f0000-\U000ffffd\U00100000-\U0010fffd]"
 
 
 class ChatEncoder:
-    """Encodes conversations by a template and a tokenizer."""
+    """Encodes conversations with a template and a tokenizer."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self._template = template
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens
         special = {token for token, is_special in added.items() if is_special}
-        # Of the others, those that mean something to the template; a vocabulary may also have added words and spaces.
+        # Other added tokens count only if the template uses them: a vocabulary may also have added words and spaces.
         source = "".join(template.sources.values())
         tags = {token for token in added if token[0] in "<[" and token in source} - special
         self._first_characters = sorted({token[0] for token in special | tags})
@@ -50,9 +50,9 @@ class ChatEncoder:
         budget: TextBudget | None = None,
         **template_args: object,
     ) -> tuple[list[int], bool]:
-        """The ids, up to where the model answers, and whether the answer starts inside reasoning.
+        """Return the ids up to the model's answer, and whether the answer starts inside reasoning.
 
-        With `continue_final_message` that is at the end of the last message, which is the assistant's.
+        With `continue_final_message` the answer continues the last message, which must be the assistant's.
         """
         if continue_final_message:
             template_args["add_generation_prompt"] = False
@@ -88,15 +88,15 @@ class ChatEncoder:
         return ids, opens_reasoning(text)
 
     def _run(self, given: Mapping[str, Any], end: str | None) -> str:
-        """The template's text, up to the end of the last message if that has one."""
+        """Render the template; cut the text at the character `end` if it is not None."""
         text = self._template.run(given)
         if end is not None and text.count(end) != 1:
-            message = "continue_final_message is true, but the chat template does not write the last message as it is"
+            message = "continue_final_message is true, but the chat template does not write the last message unchanged"
             raise RequestError(message, param="continue_final_message")
         return text if end is None else text[: text.index(end)]
 
     def _stand_in(self, given: Mapping[str, Any], stand_ins: Mapping[str, str]) -> dict[str, Any]:
-        """What is given to the template, with stand-ins."""
+        """Return the template's variables with stand-ins in the request's strings."""
         rest = {name: value for name, value in given.items() if name != "messages"}
         messages = [
             _replace(
@@ -111,7 +111,7 @@ class ChatEncoder:
 
 
 def _ending_in(end: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with a character after its last word, by which that is found in the prompt."""
+    """Return the message with the character `end` appended, which marks its end in the prompt."""
     content = message.get("content")
     last = content[-1] if isinstance(content, list) and content else content
     text = last.get("text") if isinstance(last, dict) else last
@@ -127,15 +127,15 @@ def _ending_in(end: str, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """The first of the tokens, the longest where several begin together, as tokenizers find them."""
+    """Return a pattern for any of the tokens, the longest first, as tokenizers match them."""
     ordered = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 
 
 def _prefixes_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """Characters that begin one of the tokens, or may once a template has put strings together.
+    """Return a pattern for characters that begin a token, or may after a template has joined strings.
 
-    A whole tag that is none of the tokens is left alone: templates look for <think> in what the model said.
+    A complete tag that is not one of the tokens is not matched: templates search messages for <think>.
     """
     signs = "".join(sorted({token[0] for token in tokens if not token[0].isalnum() and not token[0].isspace()}))
     ways = [f"[{re.escape(signs)}](?!/?\\w+>)"] if signs else []
@@ -154,12 +154,12 @@ def _replace(value: Any, prefixes: re.Pattern[str], stand_ins: Mapping[str, str]
 
 
 def _unused(value: Any, count: int) -> list[str]:
-    """Characters for private use that the value's strings do not use themselves."""
+    """Return `count` private-use characters that do not occur in the value's strings."""
     used = {character for text in _strings(value) for character in re.findall(_PRIVATE_USE, text)}
     characters = map(chr, chain(range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)))
     unused = list(islice((character for character in characters if character not in used), count))
     if len(unused) < count:
-        raise RequestError(f"the messages have {len(used)} different characters for private use, which leaves too few")
+        raise RequestError(f"the messages have {len(used)} different private-use characters, which leaves too few")
     return unused
 
 

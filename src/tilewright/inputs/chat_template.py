@@ -1,4 +1,4 @@
-"""Messages to the text a model was trained on: the checkpoint's own template, run in a sandbox."""
+"""Renders messages with the checkpoint's chat template, in a sandbox."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
-    """A chat template, compiled when first used.
+    """A chat template, compiled on first use.
 
-    `source` is the template, or templates by name: "tool_use" is taken when tools are given, else "default".
+    `source` is the template, or templates by name: "tool_use" renders requests with tools, "default" all others.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ChatTemplate:
         source: str | Mapping[str, str],
         special_tokens: Mapping[str, str],
         *,
-        allow_special_tokens: bool = False,  # whether those in the text of messages are such, and not plain text
+        allow_special_tokens: bool = False,  # special tokens in messages' text count as such
     ) -> None:
         self.sources = {"default": source} if isinstance(source, str) else dict(source)
         if not self.sources:
@@ -45,14 +45,14 @@ class ChatTemplate:
         self, messages: Messages, *, tools: Sequence[object] | None = None, add_generation_prompt: bool = True,
         **template_args: object,
     ) -> str:  # fmt: skip
-        """The prompt's text. An error the template raises is a `RequestError` with its message."""
+        """Return the prompt's text. An error that the template raises becomes a RequestError with its message."""
         given = self.given(messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_args)
         return self.run(given)
 
     def given(
         self, messages: Messages, *, tools: Sequence[object] | None = None, **template_args: object
     ) -> dict[str, Any]:
-        """What a request gives the template, by the names it uses: JSON's types alone, fitted to it."""
+        """Return the template's variables for a request: JSON types only, in the form that the template expects."""
         source = self.sources[self._choose(bool(tools))]
         return {
             **{key: plain(value) for key, value in template_args.items()},
@@ -61,7 +61,7 @@ class ChatTemplate:
         }
 
     def run(self, given: Mapping[str, Any]) -> str:
-        """The text that the template renders from `given`'s result, with a generation prompt unless that says no."""
+        """Render the variables that `given` returned, with a generation prompt unless they say otherwise."""
         from jinja2.exceptions import TemplateError
 
         name = self._choose(bool(given["tools"]))
@@ -70,8 +70,8 @@ class ChatTemplate:
         except TemplateError as error:
             raise RequestError(f"the chat template refused the messages: {error.message or error}") from error
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError, OverflowError) as error:
-            # What a template runs into when a message is not of the form it expects.
-            raise RequestError(f"the chat template cannot take the messages: {error}") from error
+            # Errors of a template whose messages have an unexpected form.
+            raise RequestError(f"the chat template cannot render the messages: {error}") from error
 
     def _choose(self, has_tools: bool) -> str:
         if has_tools and "tool_use" in self.sources:
@@ -93,12 +93,12 @@ class ChatTemplate:
 
 
 def opens_reasoning(prompt: str) -> bool:
-    """Whether the answer to this prompt starts inside reasoning: some templates write the opening tag."""
+    """Return whether the prompt ends with an opening reasoning tag, so that the answer starts inside reasoning."""
     return prompt.rstrip().endswith(REASONING_TAGS[0])
 
 
 def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name, from the files of a checkpoint's folder; the newest of the file formats wins."""
+    """Return templates by name from the files of a checkpoint's folder; the newest file format wins."""
     found: dict[str, str] = {}
     kept = tokenizer_config.get("chat_template")
     if isinstance(kept, str):
@@ -120,7 +120,7 @@ def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
 
 
 def plain(value: object) -> Any:
-    """The value rebuilt of JSON's types; anything else becomes "<its type>".
+    """Return the value rebuilt from JSON types; any other type becomes "<its name>".
 
     Templates come with checkpoints and are not trusted: an array or a picture has methods that write files, and the
     sandbox does not know them.
@@ -145,14 +145,14 @@ def plain(value: object) -> Any:
 
 
 def _fit(message: object, source: str) -> dict[str, Any]:
-    """The message as this template can take it."""
+    """Return the message in the form that this template expects."""
     fitted = plain(message)
     if not isinstance(fitted, dict) or not isinstance(fitted.get("role"), str):
         raise RequestError(f"a message is {fitted!r:.100}, expected an object with a role")
     reasoning = next((fitted[name] for name in _REASONING_NAMES if fitted.get(name) is not None), None)
     if reasoning is not None:
         fitted = {"thinking": reasoning, **fitted, "reasoning_content": reasoning}
-    # Clients send null beside tool calls. Templates that test for none get it; others would fail on it.
+    # Clients send null beside tool calls. Templates that test for none get it; others would fail.
     asks_for_none = re.search(r"content['\"]?\]?\s+is\s+(not\s+)?none", source)
     if "content" in fitted and fitted["content"] is None and not asks_for_none:
         fitted["content"] = ""
@@ -167,8 +167,9 @@ def _fit(message: object, source: str) -> dict[str, Any]:
 
 
 def _parse_arguments(function: Mapping[str, Any]) -> object:
-    """The arguments a model wrote, parsed. They may be incomplete JSON: an answer that reached max_tokens is cut
-    anywhere, and clients send it back with the next turn."""
+    """Return the parsed arguments of a tool call. They may be incomplete JSON: an answer that reached max_tokens is cut
+    anywhere, and clients send it back with the next turn.
+    """
     try:
         return whole_part(function["arguments"] or "{}")
     except RequestError as error:
@@ -184,7 +185,7 @@ def _environment() -> jinja2.Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %}: marks what the model said, for training; here its body alone."""
+        """{% generation %}, which marks the model's text for training; it renders its body."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -193,7 +194,7 @@ def _environment() -> jinja2.Environment:
             return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     class Namespace(jinja2.utils.Namespace):
-        """Jinja's namespace without names that begin with "_": those could reach the interpreter's own."""
+        """Jinja's namespace without names that begin with "_", which could reach the interpreter's internals."""
 
         def __init__(*args: Any, **attributes: Any) -> None:
             for name in dict(*args[1:], **attributes):
@@ -218,7 +219,7 @@ def _environment() -> jinja2.Environment:
         value: object, ensure_ascii: bool = False, indent: int | None = None,
         separators: tuple[str, str] | None = None, sort_keys: bool = False,
     ) -> str:  # fmt: skip
-        # Jinja's own escapes <, > and & for HTML.
+        # Jinja's tojson escapes <, > and & for HTML.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(

@@ -1,4 +1,4 @@
-"""JSON of clients: parsed within limits, or the whole part of one that ends where an answer was cut off."""
+"""Parses clients' JSON within limits, and JSON that ends where an answer was cut off."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import jiter
 
 from tilewright.types import RequestError
 
-# jiter's own. The depth that Python's parser can take varies, and Python prints no integer of more digits.
+# jiter's limits. The depth limit of Python's parser varies, and Python prints no integer of more digits.
 MAX_DEPTH = 201
 MAX_DIGITS = 4300
 
 
 def parse_json(text: bytes | str, name: str) -> Any:
-    """The value; RequestError, which calls the text `name`, if it is malformed, beyond a limit or ambiguous.
+    """Return the value; raise RequestError, with the text's `name`, if it is malformed, beyond a limit or ambiguous.
 
-    An object that has a key twice is ambiguous: one parser takes the first value, another one the last.
+    An object with a duplicate key is ambiguous: parsers disagree on its value.
     """
     try:
         data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
         return jiter.from_json(data, catch_duplicate_keys=True)
-    except ValueError:  # Python's parser says why, or takes what jiter does not: half a surrogate pair, UTF-16
+    except ValueError:  # Python's parser gives the reason, or accepts what jiter refuses: half a surrogate pair, UTF-16
         pass
     try:
         value = _loads(text, _unique_keys)
@@ -40,13 +40,13 @@ def parse_json(text: bytes | str, name: str) -> Any:
 
 
 def whole_part(text: str) -> Any:
-    """The value that the text is a prefix of, as far as it goes; ValueError if it is a prefix of none.
+    """Return the value of JSON that may be cut off; raise ValueError if the text is not a prefix of JSON.
 
-    A string that was cut ends where it was cut; of the last key, number or word, what is not whole is left out.
-    RequestError if it is beyond a limit. A model wrote it: of a key that is there twice, the last value counts.
+    A string ends where it was cut; an incomplete last key, number or word is left out. Raise RequestError beyond a
+    limit. The text is a model's, so a duplicate key is accepted and its last value counts.
     """
     closing: list[str] = []
-    kept, closing_of_kept = 0, ""  # up to the last place behind which nothing need follow
+    kept, closing_of_kept = 0, ""  # the text up to the last position that closing brackets complete
     in_string = is_escaped = False
     for index, character in enumerate(text):
         if in_string:

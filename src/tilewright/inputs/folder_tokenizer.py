@@ -1,8 +1,8 @@
-"""Tokenizers from the files of a checkpoint's folder: tokenizer.json, or vocab.json and merges.txt where there is none.
+"""Tokenizers from the files of a checkpoint's folder: tokenizer.json, or else vocab.json and merges.txt.
 
-FLUX.1's folder for CLIP and Qwen3-Omni's folder have no tokenizer.json. Both have byte-level pairs: CLIP's of
-lower-case words, the last token of a word marked with "</w>", between a start and an end token; Qwen's within words,
-with added tokens in tokenizer_config.json.
+FLUX.1's folder of CLIP and Qwen3-Omni's folder have no tokenizer.json. Both are byte-level BPE: CLIP's of lower-case
+words, with "</w>" at the end of a word's last token, between a start and an end token; Qwen's within words, with added
+tokens in tokenizer_config.json.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tilewright.inputs.chat_template import read_templates
 if TYPE_CHECKING:
     import tokenizers
 
-# What templates may name. Lists (additional_special_tokens) are no names.
+# Special tokens that templates may name; lists (additional_special_tokens) have no name.
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def build(folder: Path) -> dict[str, Any]:
-    """The arguments of `Tokenizer` that the folder's files amount to."""
+    """Return the arguments of `Tokenizer` from the folder's files."""
     path = folder / "tokenizer.json"
-    # The small files first: an error in one is raised before a second is spent on the vocabulary.
+    # Small files first: their errors are raised before a second is spent on the vocabulary.
     config = read_optional_json(folder / "tokenizer_config.json")
     generation_config = read_optional_json(folder / "generation_config.json")
     model_config = read_optional_json(folder / "config.json")
@@ -79,7 +79,7 @@ def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, added: object) -> None:
-    """Adds what tokenizer_config.json lists and tokenizer.json lacks, in the order of their ids."""
+    """Add the tokens of tokenizer_config.json that tokenizer.json lacks, in the order of their ids."""
     from tokenizers import AddedToken
 
     known = backend.get_added_tokens_decoder()
@@ -100,9 +100,9 @@ def _stop_token_ids(
     config: Mapping[str, object],
     special_tokens: Mapping[str, str],
 ) -> list[int]:
-    """The tokens that end an answer: generation_config.json's, or else config.json's and the tokenizer's own.
+    """Return the tokens that end an answer: generation_config.json's, or else config.json's and the tokenizer's.
 
-    The tokenizer's as well, because Qwen3.5's config names the end of a text alone, and turns of a chat end otherwise.
+    The tokenizer's is included because Qwen3.5's config has only the end of a text, not that of a chat's turn.
     """
     if stop := _token_ids(generation_config, "generation_config.json"):
         return stop
@@ -116,7 +116,7 @@ def _stop_token_ids(
 
 
 def _token_ids(config: Mapping[str, object], file: str) -> list[int]:
-    """eos_token_id: one, a list, or null."""
+    """Return the ids in eos_token_id, which is an id, a list of ids, or null."""
     given = config.get("eos_token_id")
     listed: list = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(token_id) is int for token_id in listed):
@@ -125,12 +125,12 @@ def _token_ids(config: Mapping[str, object], file: str) -> list[int]:
 
 
 WORD_END = "</w>"
-# Endings of English words, letters, single digits, and all else that is no space.
+# Endings of English words, runs of letters, single digits, runs of other characters except spaces.
 _CLIP_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
 def describes_clip(folder: Path, config: Mapping[str, object]) -> bool:
-    """Whether the folder's files are such a tokenizer; `config` is its tokenizer_config.json."""
+    """Return whether the folder has a CLIP tokenizer; `config` is its tokenizer_config.json."""
     is_clip = str(config.get("tokenizer_class")).startswith("CLIPTokenizer")
     return is_clip and files.exists(folder / "vocab.json") and files.exists(folder / "merges.txt")
 
@@ -166,14 +166,14 @@ def build_clip(folder: Path, special_tokens: Mapping[str, str]) -> tokenizers.To
     return backend
 
 
-# Endings of English words; letters with what stands before them; single digits; signs; line ends; spaces.
+# Endings of English words; letters with one character before them; single digits; signs; line ends; spaces.
 _QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
 def describes_qwen(folder: Path, config: Mapping[str, object]) -> bool:
-    """Whether the folder's files are such a tokenizer; `config` is its tokenizer_config.json."""
+    """Return whether the folder has a Qwen tokenizer; `config` is its tokenizer_config.json."""
     is_qwen = str(config.get("tokenizer_class")).startswith("Qwen2Tokenizer")
     return is_qwen and files.exists(folder / "vocab.json") and files.exists(folder / "merges.txt")
 

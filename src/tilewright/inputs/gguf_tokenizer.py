@@ -25,7 +25,7 @@ _QWEN35 = (
 _SINGLE_DIGITS = (r"\p{N}", _GPT2)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
-# tokenizer.ggml.pre -> patterns; each splits what the one before left whole.
+# tokenizer.ggml.pre -> patterns; each splits the pieces that the previous ones left.
 _PATTERNS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
     "gpt-2": (_GPT2,),
@@ -43,19 +43,19 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
 _IS_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 _IS_QWEN = ("qwen2", "deepseek-r1-qwen", "qwen35")
 
-_SPECIAL_KEYS = {  # the name templates use -> the format's, as it spells it
+_SPECIAL_KEYS = {  # name in templates -> name in GGUF, in its spelling
     "bos_token": "bos",
     "eos_token": "eos",
     "unk_token": "unknown",
     "pad_token": "padding",
     "sep_token": "seperator",
 }
-# The format has room for one end-of-text id, while chat models end a turn with one token and a text with another.
+# GGUF has one end-of-text id, but chat models end a turn with one token and a text with another.
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<|end|>")
 
 
 def build(metadata: Mapping[str, object]) -> dict[str, Any]:
-    """The arguments of `Tokenizer` that a GGUF file's metadata amount to."""
+    """Return the arguments of `Tokenizer` from a GGUF file's metadata."""
     tokens: list[str] = _list(metadata, "tokens", str)
     types: list[int] = [_NORMAL] * len(tokens)
     if metadata.get("tokenizer.ggml.token_type"):
@@ -71,7 +71,7 @@ def build(metadata: Mapping[str, object]) -> dict[str, Any]:
         _add_bos(backend, metadata, special_tokens)
     except CheckpointError:
         raise
-    except Exception as error:  # the library raises no narrower one: a merge of no token, a token that is no text
+    except Exception as error:  # the library raises no narrower one, e.g. for a merge of unknown tokens
         raise CheckpointError(f"its tokenizer.ggml entries do not make a tokenizer: {error}") from error
     return {
         "backend": backend,
@@ -82,7 +82,7 @@ def build(metadata: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _list(metadata: Mapping[str, object], key: str, kind: type, length: int | None = None) -> list[Any]:
-    """The list tokenizer.ggml.<key>, all of one kind, and as long as the vocabulary where it goes by token."""
+    """Return the list tokenizer.ggml.<key>; check that all items are of one kind, and its length if given."""
     key = f"tokenizer.ggml.{key}"
     if key not in metadata:
         raise CheckpointError(f"the GGUF file has no {key}")
@@ -115,7 +115,7 @@ def _byte_level(metadata: Mapping[str, object], tokens: Sequence[str]) -> tokeni
         models.BPE(
             vocab={token: token_id for token_id, token in enumerate(tokens)},
             merges=[_pair(merge) for merge in merges],
-            # Llama 3's vocabulary has words that no row of merges leads to.
+            # Llama 3's vocabulary has words that no sequence of merges produces.
             ignore_merges=kind in _IS_LLAMA3,
         )
     )
@@ -129,7 +129,7 @@ def _byte_level(metadata: Mapping[str, object], tokens: Sequence[str]) -> tokeni
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    # From the second character on: a part is never empty, and may itself begin with a space.
+    # Search from the second character: the first part is not empty, and may begin with a space.
     at = merge.find(" ", 1)
     if at < 0:
         raise CheckpointError(f"tokenizer.ggml.merges has {merge!r}, expected two parts with a space between")
@@ -166,7 +166,7 @@ def _sentence_piece(
 
 
 def _merges_of_scores(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Pairs in the order in which they merge: the pair that makes the token of the highest score goes first."""
+    """Return the pairs in merge order: pairs that make tokens of higher scores come first."""
     normal = {token: score for token, kind, score in zip(tokens, types, scores, strict=True) if kind == _NORMAL}
     found = [
         (score, -index, token[:at], token[at:])

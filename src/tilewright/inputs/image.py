@@ -1,7 +1,7 @@
-"""Pictures of any form to RGB: the size from the header first, the pixels when they are asked for.
+"""Reads pictures of any form as RGB: the size from the header, the pixels on demand.
 
-How long the frames of an animation are shown is read from its chunks for WebP, PNG and GIF without times, which FFmpeg
-takes for one frame.
+Frame durations of WebP, PNG and GIF without times are read from the file's chunks: FFmpeg takes those files for one
+frame.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _PNG = b"\x89PNG\r\n\x1a\n"
-_DEFAULT_DELAY_S = 0.1  # for frames that say none, as browsers have it
+_DEFAULT_DELAY_S = 0.1  # for frames without a duration, as in browsers
 
 
 def frame_delays_s(data: bytes) -> list[float] | None:
-    """The seconds of each frame, one for a still picture; None for a file that is FFmpeg's to read."""
+    """Return the duration of each frame (one for a still picture); None for files that FFmpeg has to read."""
     if data.startswith(_PNG):
         found = [_png_delay(body) for kind, body in _png_chunks(data) if kind == b"fcTL" and len(body) >= 26]
     elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        # A frame has its place and size, 3 bytes each, before the milliseconds, which are 3 too.
+        # A frame has 12 bytes of position and size, then its milliseconds in 3 bytes.
         bodies = [body for kind, body in _riff_chunks(data) if kind == b"ANMF" and len(body) >= 16]
         found = [int.from_bytes(body[12:15], "little") / 1000 for body in bodies]
     elif data[:6] in (b"GIF87a", b"GIF89a"):
@@ -66,19 +66,19 @@ def _riff_chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _count_gif_blocks(data: bytes) -> tuple[int, int]:
-    """(frames, blocks that say how long one is shown)."""
+    """Return the numbers of frames and of blocks with a frame's duration."""
     num_frames = num_controls = 0
     position = 13 + (_color_table_bytes(data[10]) if len(data) > 10 else 0)
     while position + 2 < len(data):
-        if data[position] == 0x21:  # an extension, of the kind that comes next
+        if data[position] == 0x21:  # an extension; its kind is the next byte
             num_controls += data[position + 1] == 0xF9
             position += 2
-        elif data[position] == 0x2C and position + 9 < len(data):  # a frame: place, size, flags, the width of codes
+        elif data[position] == 0x2C and position + 9 < len(data):  # a frame: position, size, flags, code width
             num_frames += 1
             position += 11 + _color_table_bytes(data[position + 9])
         else:
             break
-        while position < len(data) and (size := data[position]):  # its blocks, up to an empty one
+        while position < len(data) and (size := data[position]):  # data blocks, up to an empty one
             position += 1 + size
         position += 1
     return num_frames, num_controls
@@ -88,14 +88,14 @@ def _color_table_bytes(flags: int) -> int:
     return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
-# Formats whose decoder is safe on untrusted bytes; Pillow has more, some of which start other programs.
+# Formats whose decoders are safe for untrusted bytes; some of Pillow's other formats start other programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 
 
 @dataclass(frozen=True)
 class PictureFile:
-    """The size of an encoded picture, from its header and upright, and a function that decodes its pixels."""
+    """The size of an encoded picture (from its header, upright), and a function that decodes its pixels."""
 
     height: int
     width: int
@@ -104,12 +104,12 @@ class PictureFile:
 
 ReadPicture = Callable[
     [bytes, str, MediaLimits], PictureFile
-]  # the encoded bytes, the item's name for errors, the limits
+]  # (encoded bytes, item's name for errors, limits) -> PictureFile
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture whose size is known, upright. `decode` gives [height, width, 3] uint8, or a `RequestError`."""
+    """A picture of known size, upright. `decode` returns [height, width, 3] uint8, or raises RequestError."""
 
     name: str
     height: int
@@ -119,7 +119,7 @@ class Picture:
 
 
 def read_picture(data: bytes, name: str, limits: MediaLimits) -> PictureFile:
-    """The picture that the bytes hold, decoded in this process when it is asked for."""
+    """Return the picture in the bytes; its pixels are decoded on demand, in this process."""
     image = _open(data, name, limits)
     check_pixels(image.height, image.width, name, limits)
     height, width = image.height, image.width
@@ -136,9 +136,9 @@ def read_picture(data: bytes, name: str, limits: MediaLimits) -> PictureFile:
 
 
 def animation_frames(data: bytes, name: str, indices: Sequence[int], limits: MediaLimits) -> Iterator[np.ndarray]:
-    """The frames of an animated picture at rising indices, [H, W, 3] uint8 each."""
+    """Yield the frames of an animated picture at ascending indices, [H, W, 3] uint8 each."""
     image = _open(data, name, limits)
-    # A PNG may have a picture of its own for those who show no animations, which Pillow counts as a frame.
+    # A PNG may have a separate default picture for viewers without animations, which Pillow counts as a frame.
     first = int(getattr(image, "default_image", False))
 
     def frame(index: int) -> np.ndarray:
@@ -152,7 +152,7 @@ def animation_frames(data: bytes, name: str, indices: Sequence[int], limits: Med
 def open_picture(
     part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None, read: ReadPicture = read_picture
 ) -> Picture:
-    """The picture of a part: bytes, a file, a PIL image, an array or a tensor. Encoded ones are left to `read`."""
+    """Return the picture of a part: bytes, a file, a PIL image, an array or a tensor. `read` reads encoded ones."""
     from PIL import Image
 
     source = read_source(part, limits, fetch)
@@ -183,20 +183,20 @@ def _open(data: bytes, name: str, limits: MediaLimits) -> Image:
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError as error:
-        # Pillow has a limit too, except in the decoders of a server. What it refuses, it does not give the size of.
+        # Pillow's own limit, which a server's decoders turn off. The error has no size.
         most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
         limit = (
             f"{limits.max_pixels} (--max-pixels)" if limits.max_pixels <= most else f"{most} (MAX_IMAGE_PIXELS of PIL)"
         )
         raise RequestError(f"{name}: more than {most} pixels, the limit is {limit}") from error
     except UnidentifiedImageError as error:
-        raise RequestError(f"{name}: not a picture this can read, expected {', '.join(FORMATS)}") from error
+        raise RequestError(f"{name}: not a picture that can be read, expected {', '.join(FORMATS)}") from error
     except Exception as error:
         raise _unreadable(name) from error
 
 
 def _orientation(image: Image, data: bytes, name: str) -> int:
-    # Pillow decodes a whole PNG to look for EXIF behind the pixels: only where there is some.
+    # Pillow decodes a whole PNG to find EXIF after the pixels: skip that if there is none.
     if image.format == "PNG" and b"eXIf" not in data and b"Raw profile type" not in data:
         return 1
     try:
@@ -215,19 +215,19 @@ def _decode(to_rgb: Callable[[], np.ndarray], name: str) -> np.ndarray:
 
 
 def _unreadable(name: str) -> RequestError:
-    # Decoders of damaged files raise OSError, SyntaxError, struct.error, zlib.error and more: all mean the same here.
+    # For damaged files decoders raise OSError, SyntaxError, struct.error, zlib.error and more.
     return RequestError(f"{name}: cannot be decoded: {UNREADABLE}")
 
 
 def _to_rgb(image: Image) -> np.ndarray:
-    """[H, W, 3] uint8: upright, transparency over white, 16 bits to the upper 8."""
+    """Return [H, W, 3] uint8: upright, transparency over white, the upper 8 of 16 bits."""
     from PIL import Image as Pillow
     from PIL import ImageOps
 
     image.load()
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
-        # 16-bit greys. Pillow's own conversion clips at 255, which leaves a white picture.
+        # 16-bit greys. Pillow's conversion clips at 255, which gives a white picture.
         levels = np.asarray(image).astype(np.int32)
         is_wide = image.mode != "I" or levels.max() > 255
         grey = np.clip(levels >> 8 if is_wide else levels, 0, 255).astype(np.uint8)
@@ -240,7 +240,7 @@ def _to_rgb(image: Image) -> np.ndarray:
 
 
 def _as_array(source: Any, name: str) -> np.ndarray:
-    if hasattr(source, "detach"):  # a tensor; bf16 has no numpy twin
+    if hasattr(source, "detach"):  # a tensor; numpy has no bf16
         source = source.detach().cpu()
         source = source.float() if source.is_floating_point() else source
     try:
@@ -250,9 +250,9 @@ def _as_array(source: Any, name: str) -> np.ndarray:
 
 
 def array_to_rgb(array: np.ndarray, name: str) -> np.ndarray:
-    """[..., H, W, 3] uint8 of an array [..., H, W, C] or [..., C, H, W] with C of 1, 3 or 4, or a grey [H, W].
+    """Return [..., H, W, 3] uint8 from [..., H, W, C] or [..., C, H, W] with C of 1, 3 or 4, or from a grey [H, W].
 
-    uint8 levels are taken as they are, floats as 0 to 1. Channels come first where both ends could be channels.
+    uint8 levels are kept, floats are 0 to 1. If both ends could be channels, the first one is.
     """
     if array.ndim == 2:
         array = array[None]
@@ -265,7 +265,7 @@ def array_to_rgb(array: np.ndarray, name: str) -> np.ndarray:
     if np.issubdtype(array.dtype, np.floating):
         low, high = float(array.min()), float(array.max())
         if not (low >= 0 and high <= 1):  # NaN fails too
-            raise RequestError(f"{name}: its values lie from {low:g} to {high:g}, expected floats of 0 to 1 or uint8")
+            raise RequestError(f"{name}: its values are {low:g} to {high:g}, expected floats of 0 to 1 or uint8")
         array = np.rint(array * 255).astype(np.uint8)
     elif array.dtype == np.bool_:
         array = array.astype(np.uint8) * 255

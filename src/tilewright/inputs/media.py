@@ -1,4 +1,4 @@
-"""Where media come from and how large they may be: parts of messages to bytes, before anything is decoded."""
+"""Turns media of messages into bytes, and checks their sizes before anything is decoded."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from urllib.parse import unquote, unquote_to_bytes
 from tilewright.host import files
 from tilewright.types import MediaKind, RequestError
 
-# What is said of a file that a library cannot decode: the library's own words mean little to a client.
+# The reason given for a file that a library cannot decode: the library's message means little to a client.
 UNREADABLE = "the file is damaged, cut short, or of a kind that is not supported"
 _JPEG_FRAMES = "data:video/jpeg;base64,"
-Fetch = Callable[[str], bytes]  # an http(s) URL -> what lies there; the caller's, with the caller's checks of addresses
+Fetch = Callable[[str], bytes]  # http(s) URL -> bytes; the caller's function, which checks addresses
 
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """Limits of a request's media. Sizes are known and checked before anything is decoded."""
+    """Limits on a request's media, checked before anything is decoded."""
 
     max_bytes: int = 128 * 2**20  # of one item, as it arrives
     max_pixels: int = 2**26  # of one picture or frame: 8192 x 8192, 200 MB once decoded
@@ -30,24 +30,24 @@ class MediaLimits:
     max_duration_s: float = 3600.0  # of one video or sound
     max_items: int = 64  # pictures, videos and sounds of a request
     max_total_bytes: int = 512 * 2**20  # of all items of a request, as they arrive
-    max_decode_s: float = 60.0  # for one item, where a process of its own decodes it: only such can be stopped
+    max_decode_s: float = 60.0  # for one item; applies to decoder processes only, which can be stopped
     allow_paths: bool = True  # servers turn this off: a path in a message would read their files
-    allow_precomputed: bool = True  # patches and features instead of media; servers turn this off too
+    allow_precomputed: bool = True  # patches and features in place of media; servers turn this off too
 
 
 @dataclass(frozen=True)
 class MediaPart:
-    """A medium of a request, not yet read."""
+    """A medium of a request that is not read yet."""
 
     kind: MediaKind
     name: str  # for errors: "image 2"
     source: Any  # bytes, a path, a PIL image, an array or tensor; for video also a list of frames
     fps: float | None = None  # of a video given as frames
-    with_sound: bool = False  # whether a video's sound is read with its frames
+    with_sound: bool = False  # read a video's sound with its frames
 
 
 def open_url(url: str, name: str, limits: MediaLimits, fetch: Fetch | None) -> bytes:
-    """The bytes of a data: URL, or of an http(s) one through the caller's `fetch`."""
+    """Return the bytes of a data: URL, or of an http(s) URL through the caller's `fetch`."""
     scheme = url.split(":", 1)[0].lower() if ":" in url[:16] else ""
     if scheme == "data":
         return _decode_data_url(url, name, limits)
@@ -59,11 +59,11 @@ def open_url(url: str, name: str, limits: MediaLimits, fetch: Fetch | None) -> b
 
 
 def check_data_url(url: str, name: str, limits: MediaLimits) -> int:
-    """How many bytes a data: URL may hold at most, known before a decoder makes a copy; RequestError if too many."""
+    """Return an upper bound of a data: URL's bytes without decoding it; raise RequestError if it is too large."""
     comma = url.find(",")
     if comma < 0:
         raise RequestError(f"{name}: the data: URL has no comma")
-    # Four characters of base64 carry three bytes; percent-encoding is three characters for one.
+    # Four base64 characters encode three bytes; percent-encoding uses three characters for one byte.
     num_characters = len(url) - comma - 1 - 2 * url.count("%", comma)
     size_bytes = num_characters // 4 * 3 if _is_base64(url, comma) else num_characters
     _check_size(size_bytes, name, limits)
@@ -84,7 +84,7 @@ def _decode_data_url(url: str, name: str, limits: MediaLimits) -> bytes:
 
 
 def decode_base64(text: str, name: str, what: str = "the data: URL") -> bytes:
-    """The bytes of an item; RequestError says `what` of it is not base64."""
+    """Return the decoded bytes; raise RequestError, with the name `what` of the text, if it is not base64."""
     characters = "".join((unquote(text) if "%" in text else text).split())
     try:
         return base64.b64decode(characters, validate=True)
@@ -93,19 +93,19 @@ def decode_base64(text: str, name: str, what: str = "the data: URL") -> bytes:
 
 
 def base64_fault(text: str) -> str:
-    """Why a text is not base64."""
+    """Return the reason why a text is not base64."""
     if wrong := re.search(r"[^A-Za-z0-9+/=]", text):
         return f"it has {wrong[0]!a}, expected letters, digits, + and /"
-    return "it does not end with a whole group of four characters, = where there are fewer"
+    return "it does not end with a complete group of four characters, padded with ="
 
 
 def num_frames_of_url(url: str) -> int:
-    """How many frames a URL carries one by one, as vLLM takes them: data:video/jpeg;base64,FRAME,FRAME,...; 0: none."""
+    """Return the number of frames in a URL of vLLM's form, data:video/jpeg;base64,FRAME,FRAME,...; 0 for others."""
     return url.count(",") if url[: len(_JPEG_FRAMES)].lower() == _JPEG_FRAMES else 0
 
 
 def open_frames_url(url: str, name: str, limits: MediaLimits) -> list[bytes]:
-    """The encoded frames of a URL that carries some."""
+    """Return the encoded frames of a URL of that form."""
     check_data_url(url, name, limits)
     frames = url[len(_JPEG_FRAMES) :].split(",")
     names = [f"{name}, frame {index + 1}" for index in range(len(frames))]
@@ -113,7 +113,7 @@ def open_frames_url(url: str, name: str, limits: MediaLimits) -> list[bytes]:
 
 
 def read_source(part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Any:
-    """The part's source with paths, URLs and bytes-like objects turned into bytes; pictures and arrays as they are."""
+    """Return the bytes of a path, URL or bytes-like object; return other sources (pictures, arrays) unchanged."""
     source = part.source
     if isinstance(source, str) and source[:5].lower() in ("data:", "http:", "https"):
         return open_url(source, part.name, limits, fetch)
@@ -134,7 +134,7 @@ def _read_file(path: Path, name: str, limits: MediaLimits) -> bytes:
 
 
 def check_bytes(data: bytes, name: str, limits: MediaLimits) -> bytes:
-    """The bytes, if they are not too many and there are any."""
+    """Return the bytes; raise RequestError if there are none or too many."""
     if not data:
         raise RequestError(f"{name}: it is empty")
     _check_size(len(data), name, limits)
@@ -147,20 +147,20 @@ def _check_size(size_bytes: int, name: str, limits: MediaLimits) -> None:
 
 
 def check_count(num_items: int, name: str, limits: MediaLimits) -> None:
-    """Refuses the item with which a request has too many."""
+    """Raise RequestError if a request has too many items."""
     if num_items > limits.max_items:
         most = f"more than {limits.max_items} pictures, videos and sounds"
         raise RequestError(f"{name}: the request has {most}, the limit (--max-media)")
 
 
 def check_total(size_bytes: int, name: str, limits: MediaLimits) -> None:
-    """Refuses the item with which a request's media become too many bytes."""
+    """Raise RequestError if a request's media have too many bytes."""
     if size_bytes > limits.max_total_bytes:
         raise RequestError(f"{name}: the request's media are more than {limits.max_total_bytes} bytes, the limit")
 
 
 def check_pixels(height: int, width: int, name: str, limits: MediaLimits) -> None:
-    """Refuses sizes past the limit, before any pixel is decoded."""
+    """Raise RequestError for a size above the limit, before any pixel is decoded."""
     if height < 1 or width < 1:
         raise RequestError(f"{name}: its size is {width} x {height}, expected at least 1 x 1")
     if height * width > limits.max_pixels:
@@ -169,14 +169,14 @@ def check_pixels(height: int, width: int, name: str, limits: MediaLimits) -> Non
 
 
 def check_duration(duration_s: float, name: str, limits: MediaLimits) -> None:
-    """Refuses videos and sounds that last too long."""
+    """Raise RequestError for a video or a sound that is too long."""
     if not duration_s <= limits.max_duration_s:  # NaN fails too
         raise RequestError(f"{name}: {duration_s:.1f} seconds, the limit is {limits.max_duration_s:g} (--max-duration)")
 
 
 def content_key(content: bytes, *what: object) -> bytes:
-    """16 bytes: a hash of the content and of the preprocessing applied to it."""
+    """Return a hash of 16 bytes of the content and its preprocessing."""
     digest = hashlib.blake2b(content, digest_size=16)
-    # The length keeps content and parameters apart: no bytes of one can pass for the other's.
+    # The length separates content and parameters, so that different pairs do not hash the same bytes.
     digest.update(repr((len(content), *what)).encode())
     return digest.digest()

@@ -1,7 +1,7 @@
-"""Where the patches of media lie until the encoder reads them: one buffer, written while requests wait for a step.
+"""The buffer with the patches of media, written while requests wait for a step, read by the encoder.
 
-It is a file in memory: pages are taken row by row as patches are written, and given back with the request. Regions are
-numbers, so that other ranks, which map the same file (`map_rows`), find them too.
+It is a file in memory: pages are allocated as patches are written, and freed with the request. Regions are row numbers,
+so that other ranks, which map the same file (`map_rows`), can use them too.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from tilewright.host.memory import MAP_NORESERVE, available_bytes, shared_file
 from tilewright.ops import backend
 from tilewright.types import Region, RequestError
 
-Write = Callable[[Tensor], None]  # decodes a medium and writes its patches to the rows [num_rows, width] it is given
+Write = Callable[[Tensor], None]  # decodes a medium and writes its patches to rows [num_rows, width]
 
-# Of the memory that is free once the weights are loaded, of which keys and values take half. They need 100 KB and more
-# for a token of a picture or a video, its patches 6 KB or 12: they fill up first.
+# Share of the memory that is free once the weights are loaded; keys and values get half. A token of a picture or video
+# needs 100 KB or more of keys and values and 6 or 12 KB of patches, so that keys and values fill up first.
 SHARE_OF_FREE_MEMORY = 0.25
 MIN_BYTES = 256 << 20  # 40 pictures of 1024 x 1024
-# Memory that a GPU reads by itself is taken whole, and from all other programs: 160 pictures of 1024 x 1024.
+# Pinned memory, which a GPU reads, is allocated at once and unavailable to other programs: 160 pictures of 1024 x 1024.
 MAX_PINNED_BYTES = 1 << 30
-POLL_S = 0.05  # how often a request that finds no room looks again
+POLL_S = 0.05  # between attempts of a request that waits for room
 
 _log = logging.getLogger(__name__)
 
 
 class Allocation:
-    """The regions of one request's media, one after the other. They are free once it is garbage, or by `release`."""
+    """The contiguous regions of one request's media, freed when this object is collected, or by `release`."""
 
     def __init__(self, regions: tuple[Region, ...], free: Callable[[tuple[Region, ...]], None]) -> None:
         self.regions = regions
         self.release = weakref.finalize(self, free, regions)
-        self.release.atexit = False  # the memory goes with the process
+        self.release.atexit = False  # the process's end frees the memory
 
 
 class MediaBuffer:
-    """Rows of `width` elements of one dtype, for any thread. A request that finds no room waits for one that ends."""
+    """Rows of `width` elements of one dtype. Thread-safe; a request without room waits until another one ends."""
 
     def __init__(self, width: int, dtype: torch.dtype, size_bytes: int | None = None) -> None:
         if size_bytes is None:
             size_bytes = max(int(available_bytes() * SHARE_OF_FREE_MEMORY), MIN_BYTES)
         self._row_bytes = width * dtype.itemsize
         place = backend.place()
-        self._memory: mmap.mmap | None = None  # None: memory that a device reads by itself, and keeps
+        self._memory: mmap.mmap | None = None  # None: pinned memory of a device
         if place.is_host:
             self.fd = shared_file("media")
             self._memory = _map_new(self.fd, max(size_bytes, self._row_bytes))
@@ -63,14 +63,14 @@ class MediaBuffer:
             self.num_rows = max(min(size_bytes, MAX_PINNED_BYTES) // self._row_bytes, 1)
             self.rows = place.host_bytes(self.num_rows * self._row_bytes).view(dtype).view(self.num_rows, width)
         self._unwritten: dict[int, Write] = {}  # by first row
-        self._turn = threading.Lock()  # of those that allocate: a large request is not passed by small ones
-        self._free = [(0, self.num_rows)]  # [begin, end) of rows, in order, none next to another
+        self._turn = threading.Lock()  # held while allocating, so that small requests do not overtake a large one
+        self._free = [(0, self.num_rows)]  # sorted [begin, end) of rows, no two adjacent
         self._lock = threading.Lock()  # guards _free
         self._garbage: deque[tuple[Region, ...]] = deque()
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and their width: what another process maps the file with."""
+        """The number of rows and their width, with which another process maps the file."""
         return self.num_rows, self.rows.shape[1]
 
     @property
@@ -80,9 +80,9 @@ class MediaBuffer:
     def allocate(
         self, row_counts: Sequence[int], check_cancelled: Callable[[], None] = lambda: None
     ) -> Allocation | None:
-        """Neighbouring regions of so many rows each, None for no media; waits until there is room for them.
+        """Allocate contiguous regions of these row counts, waiting for room; return None without any media.
 
-        `check_cancelled` raises once nobody needs them any more.
+        `check_cancelled` raises if the request is cancelled meanwhile.
         """
         num_rows = sum(row_counts)
         if num_rows > self.num_rows:
@@ -103,11 +103,11 @@ class MediaBuffer:
         return Allocation(tuple(regions), self._release)
 
     def write_later(self, region: Region, write: Write) -> None:
-        """Leaves a region unwritten until `load` asks for it, if ever: an encoder that has seen the medium does not."""
+        """Postpone writing a region to `load`, which is not called if the medium's encoder output is cached."""
         self._unwritten[region.first_row] = write
 
     def load(self, region: Region) -> None:
-        """Writes a region that was left unwritten."""
+        """Write a region whose writing was postponed."""
         write = self._unwritten.get(region.first_row)
         if write is not None:
             write(self.view(region))
@@ -117,11 +117,11 @@ class MediaBuffer:
         return region.first_row not in self._unwritten
 
     def view(self, region: Region) -> Tensor:
-        """The rows [num_rows, width] of a region."""
+        """Return the rows [num_rows, width] of a region."""
         return self.rows[region.first_row : region.first_row + region.num_rows]
 
     def _take(self, num_rows: int) -> int | None:
-        """The first row of the first gap that is large enough."""
+        """Take rows from the first gap that is large enough; return the first row, or None if there is none."""
         with self._lock:
             for index, (begin, end) in enumerate(self._free):
                 if end - begin >= num_rows:
@@ -129,16 +129,16 @@ class MediaBuffer:
                     break
             else:
                 begin = -1
-        self._collect()  # what became garbage meanwhile
+        self._collect()  # allocations collected meanwhile
         return None if begin < 0 else begin
 
     def _release(self, regions: tuple[Region, ...]) -> None:
-        """Called when an allocation is garbage: in any thread, within any line of it, one of this class included."""
+        """Free the regions of a collected allocation. The collector may call this in any thread and at any line."""
         self._garbage.append(regions)
         self._collect()
 
     def _collect(self) -> None:
-        """Frees what is garbage, unless someone holds the lock, who then does it afterwards."""
+        """Free collected regions, unless another caller holds the lock and will free them."""
         while self._garbage and self._lock.acquire(blocking=False):
             try:
                 while self._garbage:
@@ -163,7 +163,7 @@ class MediaBuffer:
         self._give_back(begin, end, gap_begin, gap_end)
 
     def _give_back(self, begin: int, end: int, gap_begin: int, gap_end: int) -> None:
-        """Returns the pages of rows begin to end to the system: those that no row outside the gap has a part of."""
+        """Return the pages of rows [begin, end) to the system, except pages shared with rows outside the gap."""
         if self._memory is None:
             return
         page, row = mmap.PAGESIZE, self._row_bytes
@@ -174,7 +174,7 @@ class MediaBuffer:
 
 
 def map_rows(fd: int, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """The rows of another process's buffer, by its file and shape."""
+    """Map the rows of another process's buffer from its file and shape."""
     return _rows(mmap.mmap(fd, num_rows * width * dtype.itemsize, mmap.MAP_SHARED), num_rows, width, dtype)
 
 
@@ -184,7 +184,7 @@ def _rows(memory: mmap.mmap, num_rows: int, width: int, dtype: torch.dtype) -> T
 
 
 def _map_new(fd: int, size_bytes: int) -> mmap.mmap:
-    """So many bytes, or half, or a quarter of them: as many as the system lets a process map."""
+    """Map `size_bytes`, or a half, a quarter, ... of them if the system's limits require."""
     while True:
         try:
             os.ftruncate(fd, size_bytes)
@@ -192,5 +192,5 @@ def _map_new(fd: int, size_bytes: int) -> mmap.mmap:
         except OSError as error:  # a limit of address space or of file sizes
             if size_bytes < mmap.PAGESIZE:
                 raise
-            _log.warning("%d bytes for media cannot be reserved (%s): half of them is tried", size_bytes, error)
+            _log.warning("%d bytes for media cannot be reserved (%s): trying half of them", size_bytes, error)
             size_bytes //= 2

@@ -1,4 +1,4 @@
-"""Messages in OpenAI's form and the media among them; limits on their text, checked before anything is tokenized."""
+"""Reads messages in OpenAI's form and their media; checks limits on their text before anything is tokenized."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tilewright.inputs.precomputed import TYPES, Precomputed, precomputed_of, ty
 from tilewright.types import ContextLengthExceeded, MediaKind, Messages, RequestError
 
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
-# Of qwen_vl_utils' parts: sizes and times that each picture or video would have for itself.
+# Keys of qwen_vl_utils' parts: sizes and times of a single picture or video.
 UNSERVED_KEYS = (
     "min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "nframes", "min_frames",
     "max_frames", "video_start", "video_end",
@@ -39,12 +39,12 @@ def normalize(
     missing: str | None = None,
     use_audio_in_video: bool = False,
 ) -> tuple[list[dict[str, Any]], list[MediaPart]]:
-    """Messages for the template, in which a medium is {"type": its kind}, and the media in the order of the messages.
+    """Return messages for the template, with {"type": kind} for each medium, and the media in order.
 
-    Takes OpenAI's parts (text, image_url, video_url, input_audio) and {"type": "image", "image": source}, video and
-    audio alike; a video may say its frames' "fps", and whether its sound is heard, "use_audio_in_video", where that is
-    not as of all. Nothing is fetched here: `fetch` turns an http(s) URL into bytes. `missing` says what pictures and
-    videos would need that the model has not.
+    Parts are OpenAI's (text, image_url, video_url, input_audio) and {"type": "image", "image": source}, likewise for
+    video and audio; a video may set its frames' "fps", and "use_audio_in_video" if it differs from the argument.
+    Nothing is fetched here: `fetch` turns an http(s) URL into bytes. `missing` is the error for pictures and videos
+    if the model lacks a component for them.
     """
     collected = _Media(limits or MediaLimits(), fetch, accepts, model, missing, use_audio_in_video)
     normalized = []
@@ -71,7 +71,7 @@ def media_of_prompt(
     model: str = "the model",
     missing: str | None = None,
 ) -> list[MediaPart]:
-    """The media of a prompt, which come as the parts of a message do."""
+    """Return the media of a prompt, which have the form of message parts."""
     collected = _Media(limits or MediaLimits(), None, accepts, model, missing, use_audio_in_video=False)
     for part in media:
         if collected.take(part)["type"] == "text":
@@ -101,7 +101,7 @@ class _Media:
         self.parts: list[MediaPart] = []
 
     def take(self, part: object) -> dict[str, Any]:
-        """The part as a template reads it; a medium joins `parts`."""
+        """Return the part in the form that templates read; append a medium to `parts`."""
         if isinstance(part, str):
             return {"type": "text", "text": part}
         if not isinstance(part, Mapping):
@@ -118,8 +118,8 @@ class _Media:
         if kind not in self._accepts:
             if self._missing is not None and kind in ("image", "video"):
                 raise RequestError(f"{name}: {self._missing}")
-            accepted = " and ".join(("text", *self._accepts)) if self._accepts else "text alone"
-            raise RequestError(f"{name}: {self._model} takes {accepted}")
+            accepted = " and ".join(("text", *self._accepts)) if self._accepts else "text only"
+            raise RequestError(f"{name}: {self._model} accepts {accepted}")
         check_count(len(self.parts) + 1, name, self._limits)
         if is_url:
             source = self._open(kind, source, name)
@@ -133,11 +133,11 @@ class _Media:
         return {"type": kind}
 
     def _name(self, kind: MediaKind) -> str:
-        """Of the next one, for errors."""
+        """Return the name of the next medium of this kind, for errors."""
         return f"{kind} {1 + sum(medium.kind == kind for medium in self.parts)}"
 
     def _precomputed(self, part: Mapping[str, Any]) -> tuple[MediaKind, Any, bool] | None:
-        """As `source_of`, of a part that brings what would be made of a medium."""
+        """Return the result of `source_of` for a part with precomputed values; None for other parts."""
         value_type = type_of(part)
         if value_type is None:
             return None
@@ -145,16 +145,16 @@ class _Media:
         return kind, precomputed_of(part, self._name(kind), self._limits), False
 
     def _is_heard(self, part: Mapping[str, Any], name: str) -> bool:
-        """Whether a video's sound is read with its frames."""
+        """Return whether a video's sound is read with its frames."""
         wanted = part.get("use_audio_in_video", self._use_audio_in_video)
         if not isinstance(wanted, bool):
             raise RequestError(f"{name}: use_audio_in_video is {wanted!r:.60}, expected true or false")
         if wanted and "audio" not in self._accepts:
-            raise RequestError(f"{name}: use_audio_in_video is asked for, and {self._model} takes no sound")
+            raise RequestError(f"{name}: use_audio_in_video is true, but {self._model} accepts no sound")
         return wanted
 
     def _open(self, kind: MediaKind, url: str, name: str) -> bytes | list[bytes]:
-        """The bytes behind a URL, or the frames that a video's URL carries one by one."""
+        """Return the bytes of a URL, or the frames of a video URL that contains them."""
         if kind == "video" and num_frames_of_url(url):
             return open_frames_url(url, name, self._limits)
         return open_url(url, name, self._limits, self._fetch)
@@ -167,7 +167,7 @@ def _num_bytes(source: bytes | list[bytes] | Precomputed) -> int:
 
 
 def _text_of(part: Mapping[str, Any]) -> str:
-    """The text of a part that is no medium; RequestError for one of another type, which templates would pass over."""
+    """Return the text of a text part; raise RequestError for unknown types, which templates would ignore."""
     kind = part.get("type", "text")
     text = part.get("refusal" if kind == "refusal" else "text")
     if kind not in ("text", "refusal") or any(key in part for key in ("image", "video", "audio", "image_url", "file")):
@@ -178,7 +178,7 @@ def _text_of(part: Mapping[str, Any]) -> str:
 
 
 def has_media(messages: Messages) -> bool:
-    """Whether a part of some message may be other than text."""
+    """Return whether a part of a message may be other than text."""
     contents = [message.get("content") if isinstance(message, Mapping) else None for message in messages]
     return any(
         not isinstance(part, str) and not (isinstance(part, Mapping) and part.get("type") == "text")
@@ -189,7 +189,7 @@ def has_media(messages: Messages) -> bool:
 
 
 def source_of(part: Mapping[str, Any]) -> tuple[MediaKind, Any, bool] | None:
-    """(kind, source, whether it must be a URL) of a part that is a medium."""
+    """Return (kind, source, whether it must be a URL) of a medium; None for other parts."""
     for kind in MEDIA_KINDS:
         if part.get("type") == f"{kind}_url" or (part.get("type") is None and f"{kind}_url" in part):
             value = part.get(f"{kind}_url")
@@ -209,44 +209,44 @@ def source_of(part: Mapping[str, Any]) -> tuple[MediaKind, Any, bool] | None:
     return None
 
 
-# A template takes 60 us for a message and 15 us for a part of one: 0.25 s and 0.4 s at these limits, in which other
-# threads get the interpreter only in turns.
+# A template takes 60 us per message and 15 us per part: 0.25 s and 0.4 s at these limits, during which other threads
+# get the interpreter only in turns.
 MAX_MESSAGES = 4096
 MAX_VALUES = 1 << 16  # strings, numbers, lists and objects of messages, tools and template arguments
 
 
 class TooManyItems(RequestError):
-    """A list of a request that is longer than it may be."""
+    """A list of a request is longer than the limit."""
 
-    code = "array_above_max_length"  # OpenAI's name for it
+    code = "array_above_max_length"  # OpenAI's name
 
 
 @dataclass(frozen=True)
 class TextLimits:
-    """What follows from a context of max_context tokens, where none stands for more than max_token_bytes of text."""
+    """Limits on text from a context of max_context tokens of at most max_token_bytes each."""
 
     max_context: int
     max_token_bytes: int
 
     @property
     def max_characters(self) -> int:
-        """More cannot fit: a character has at least one byte, a token at most max_token_bytes."""
+        """The most characters that may fit: a character has at least one byte, a token at most max_token_bytes."""
         return self.max_context * self.max_token_bytes
 
     def check_text(self, text: str) -> int:
-        """How many characters it has; ContextLengthExceeded if they cannot fit the context, however tokenized."""
+        """Return the text's number of characters; raise ContextLengthExceeded if they cannot fit the context."""
         if len(text) > self.max_characters:
             raise self._too_long(f"your prompt has {len(text)} characters")
         return len(text)
 
     def check_prompt(self, text: str | None, token_ids: Sequence[int] | None) -> int:
-        """How many characters a prompt of either has; ContextLengthExceeded if it cannot fit the context."""
+        """Return a prompt's number of characters (0 for ids); raise ContextLengthExceeded if it cannot fit."""
         if token_ids is not None and len(token_ids) > self.max_context:
             raise ContextLengthExceeded(self.max_context, f"your prompt resulted in {len(token_ids)} tokens")
         return 0 if text is None else self.check_text(text)
 
     def check_chat(self, messages: Messages, tools: Sequence[object] | None, template_args: object) -> int:
-        """How many characters a conversation has; RequestError if these, its messages or its values are too many.
+        """Return a conversation's number of characters; raise RequestError for too many characters, messages or values.
 
         Media are not counted.
         """
@@ -284,7 +284,7 @@ class TextLimits:
 
 @dataclass(frozen=True)
 class TextBudget:
-    """The limits of one request while it is prepared, and whether it was cancelled."""
+    """The limits of a request during preparation, and whether it was cancelled."""
 
     limits: TextLimits
     is_cancelled: Callable[[], bool] = lambda: False
@@ -295,7 +295,7 @@ class TextBudget:
 
 
 def _texts_of(message: object) -> list[object]:
-    """The values of a message without its media."""
+    """Return the values of a message without its media."""
     if not isinstance(message, Mapping) or not isinstance(content := message.get("content"), list | tuple):
         return [message]
     return [{**message, "content": None}, *(part for part in content if not _is_medium(part))]
@@ -304,5 +304,5 @@ def _texts_of(message: object) -> list[object]:
 def _is_medium(part: object) -> bool:
     try:
         return isinstance(part, Mapping) and (type_of(part) is not None or source_of(part) is not None)
-    except RequestError:  # `normalize` raises it again, with the name of the item
+    except RequestError:  # `normalize` raises it again, with the item's name
         return False

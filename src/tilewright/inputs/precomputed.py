@@ -1,10 +1,10 @@
-"""Media that come prepared: what an encoder reads, or its features, with their grid. Imports no torch.
+"""Precomputed media: an encoder's inputs or features, with their grid. Imports no torch.
 
     {"type": "image_features", "image_features": [features, width], "grid": (1, rows, columns)}
 
-Values are a tensor or array of real numbers; or their bytes, little-endian and row by row, with "dtype" and "shape",
-which over HTTP are base64. They lie in the media buffer as other media do, and are known by a hash of what they are:
-features that someone else brought answer for no picture (inputs/precomputed_values.py).
+Values are a tensor or array of real numbers, or their bytes (little-endian, row by row; base64 over HTTP) with "dtype"
+and "shape". They are stored in the media buffer like other media, and their cache key is a hash of the values: features
+of one client are never used for another one's picture (inputs/precomputed_values.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 class ValueType(NamedTuple):
     kind: MediaKind
-    is_encoded: bool  # features; else what the encoder reads
-    grid: str  # what the three numbers of its grid are, for errors
+    is_encoded: bool  # features; False: the encoder's inputs
+    grid: str  # the meaning of the grid's three numbers, for errors
 
 
 TYPES = {
@@ -40,16 +40,16 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Precomputed:
-    """A part's values, not yet checked against what a model expects."""
+    """A part's values, not yet checked against the model."""
 
     type: str  # one of TYPES
-    values: Any  # bytes: of `dtype` and `shape`
+    values: Any  # a tensor or array; or bytes, with `dtype` and `shape`
     grid: tuple[int, int, int]
     dtype: str = ""
     shape: tuple[int, int] = (0, 0)
-    tiling: tuple[int, int] = (1, 1)  # rows and columns of tiles that a picture is cut into
-    times_s: tuple[float, ...] = ()  # when each group of a video's frames is shown
-    key: str | None = None  # what the values' checksum should be
+    tiling: tuple[int, int] = (1, 1)  # rows and columns of a picture's tiles
+    times_s: tuple[float, ...] = ()  # of each group of a video's frames
+    key: str | None = None  # the expected checksum of the values
 
     @property
     def kind(self) -> MediaKind:
@@ -65,22 +65,22 @@ class Precomputed:
 
 
 def type_of(part: Mapping[str, Any]) -> str | None:
-    """Which of TYPES a part is; None for another part."""
+    """Return the part's type if it is one of TYPES, else None."""
     found = part.get("type")
     return found if isinstance(found, str) and found in TYPES else None
 
 
 def check_allowed(value_type: str, name: str, limits: MediaLimits) -> None:
-    """RequestError where only media themselves are taken."""
+    """Raise RequestError if the limits do not allow precomputed values."""
     if not limits.allow_precomputed:
         what = {"image": "picture", "video": "video", "audio": "sound"}[TYPES[value_type].kind]
-        raise RequestError(f"{name}: {value_type} are taken with --allow-precomputed only: send the {what}")
+        raise RequestError(f"{name}: {value_type} are accepted with --allow-precomputed only: send the {what}")
 
 
 def check_bytes_told(part: Mapping[str, Any], name: str, limits: MediaLimits) -> None:
-    """RequestError where dtype and shape do not say of how many bytes the values are, known before they are decoded.
+    """Raise RequestError if dtype and shape do not match the values' size, which is known before decoding.
 
-    Values are bytes, or base64 of them.
+    Values are bytes or base64.
     """
     value_type, dtype = part["type"], part.get("dtype")
     shape: Any = _plain(part.get("shape"))
@@ -92,7 +92,7 @@ def check_bytes_told(part: Mapping[str, Any], name: str, limits: MediaLimits) ->
     if expected > limits.max_bytes:
         raise RequestError(f"{name}: {value_type} takes {expected} bytes, the limit is {limits.max_bytes}")
     values = part[value_type]
-    # Four characters of base64 carry three bytes; the last ones may be "=".
+    # Four base64 characters encode three bytes; the last ones may be "=".
     found = len(values) if isinstance(values, bytes) else len(values) // 4 * 3 - values[-2:].count("=")
     if found != expected:
         raise RequestError(
@@ -101,7 +101,7 @@ def check_bytes_told(part: Mapping[str, Any], name: str, limits: MediaLimits) ->
 
 
 def precomputed_of(part: Mapping[str, Any], name: str, limits: MediaLimits) -> Precomputed:
-    """What a part of one of TYPES brings."""
+    """Return the precomputed values of a part whose type is one of TYPES."""
     value_type = part["type"]
     check_allowed(value_type, name, limits)
     values: Any = part.get(value_type)

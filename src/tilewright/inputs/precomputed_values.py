@@ -1,4 +1,4 @@
-"""Values that requests bring, checked and written as the media buffer keeps them."""
+"""Checks precomputed values of requests and writes them to the media buffer."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from tilewright.types import RequestError
 
 @dataclass(frozen=True)
 class ValueSizes:
-    """What a model makes of a medium whose grid is known."""
+    """Sizes of a model's inputs and features for a medium of a given grid."""
 
-    num_rows: int  # patches or mel frames, which its encoder reads
+    num_rows: int  # patches or mel frames that the encoder reads
     row_width: int
     num_features: int
     feature_width: int
     encoder_rows: int
-    num_states: int = 0  # of a model whose tokens attend to features
+    num_states: int = 0  # encoder states, of models with cross-attention
 
 
 @dataclass(frozen=True)
 class PreparedValues:
-    """Values of the right shape and in the buffer's dtype, and the key that caches know them by."""
+    """Values of the right shape in the buffer's dtype, and their cache key."""
 
     values: Tensor  # [rows, width]
     key: bytes
 
     def num_buffer_rows(self, buffer_width: int) -> int:
-        """How many rows of the media buffer they fill, one value after the other."""
+        """Return the number of rows of the media buffer that the values fill contiguously."""
         return -(-self.values.numel() // buffer_width)
 
     def write(self, rows: Tensor) -> None:
         rows.view(-1)[: self.values.numel()] = self.values.view(-1)
 
     def part(self, begin: int, end: int) -> PreparedValues:
-        """The rows [begin, end), by themselves."""
+        """Return the rows [begin, end), with a key of their own."""
         return PreparedValues(self.values[begin:end], content_key(self.key, "part", begin, end))
 
 
 def prepare(
     given: Precomputed, sizes: ValueSizes, name: str, limits: MediaLimits, dtype: torch.dtype
 ) -> PreparedValues:
-    """The values as the buffer keeps them; RequestError where they are not of the sizes that the grid has."""
+    """Return the values in the buffer's dtype; raise RequestError if their shape does not match the grid."""
     found = _tensor(given, name, limits)
     expected = (sizes.num_features, sizes.feature_width) if given.is_encoded else (sizes.num_rows, sizes.row_width)
     if tuple(found.shape) != expected:
@@ -59,16 +59,16 @@ def prepare(
         )
     found = found.detach().cpu().contiguous()
     if given.key is not None and given.key != (key := _key_of(found, given).hex()):
-        raise RequestError(f"{name}: key is {given.key}, and that of {given.type} as it arrived is {key}")
+        raise RequestError(f"{name}: key is {given.key}, but the checksum of {given.type} is {key}")
     values = found.to(dtype)
     if not values.isfinite().all():
         raise RequestError(f"{name}: {given.type} has values that are not finite, expected numbers")
-    # Of what is kept: the same values in a wider dtype are the same to caches.
+    # The key is that of the converted values: equal values in a wider dtype share it.
     return PreparedValues(values, _key_of(values, given))
 
 
 def as_json(part: Mapping[str, Any]) -> dict[str, Any]:
-    """A part whose values are a tensor, as clients of a server send it."""
+    """Return the JSON form, for a server, of a part whose values are a tensor."""
     values: Tensor = part[part["type"]].detach().cpu().contiguous()
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in part.items()}
     told = {"dtype": _name(values.dtype), "shape": list(values.shape)}
@@ -76,12 +76,12 @@ def as_json(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checksum(given: Precomputed) -> str:
-    """What a part may say as its "key", so that values which are damaged on their way are refused."""
+    """Return the checksum for a part's "key", with which values damaged in transit are refused."""
     return _key_of(given.values.detach().cpu().contiguous(), given).hex()
 
 
 def _key_of(values: Tensor, given: Precomputed) -> bytes:
-    """A hash of all that a model sees of them."""
+    """Return a hash of everything that a model reads of the values."""
     return content_key(_bytes(values), given.type, given.grid, given.tiling, given.times_s, _name(values.dtype))
 
 
@@ -94,9 +94,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _tensor(given: Precomputed, name: str, limits: MediaLimits) -> Tensor:
-    """The values as a tensor, of two dimensions and not too large."""
+    """Return the values as a tensor; raise RequestError unless it is real, two-dimensional and not too large."""
     if isinstance(given.values, bytes):
-        # A copy: torch takes no memory that cannot be written.
+        # A copy: torch requires writable memory.
         return torch.frombuffer(bytearray(given.values), dtype=getattr(torch, given.dtype)).view(given.shape)
     try:
         tensor = torch.as_tensor(given.values)

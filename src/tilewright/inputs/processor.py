@@ -1,4 +1,4 @@
-"""Messages or prompts to what a model reads: text alone, or with media; the part that is alike in all families."""
+"""Turns messages or prompts, with or without media, into a model's inputs; the part that all families share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tilewright.types import MediaKind, Medium, Messages, ModelInputs, RequestEr
 
 
 class TextProcessor:
-    """Turns requests into `ModelInputs`; pictures, videos and sounds are refused in the model's name."""
+    """Turns requests of text into `ModelInputs`, and refuses pictures, videos and sounds."""
 
     accepts: Sequence[MediaKind] = ()
     picture_token_ids: tuple[int, ...] = ()
@@ -34,7 +34,7 @@ class TextProcessor:
     def __init__(
         self, name: str, tokenizer: Tokenizer, template: ChatTemplate | None, missing: str | None = None
     ) -> None:
-        """`missing` says what pictures would need that the model has not, and is told instead."""
+        """`missing` is the error for pictures and videos if the model lacks a component for them."""
         self.name = name
         self._missing = missing
         self.tokenizer = tokenizer
@@ -51,9 +51,9 @@ class TextProcessor:
         budget: TextBudget | None = None,
         **template_args: Any,
     ) -> ModelInputs:
-        """The inputs of a conversation, up to where the model answers."""
+        """Return the inputs of a conversation, up to the model's answer."""
         if self._encoder is None:
-            raise RequestError(f"{self.name} has no chat template: give it a prompt instead")
+            raise RequestError(f"{self.name} has no chat template: send a prompt instead")
         normalized, _ = normalize(messages, accepts=self.accepts, model=self.name, missing=self._missing)
         for message in normalized:
             if isinstance(message["content"], list):
@@ -69,7 +69,7 @@ class TextProcessor:
         is_known: Callable[[bytes], bool] | None = None,
         budget: TextBudget | None = None,
     ) -> ModelInputs:
-        """The inputs of a text, which gets the tokenizer's beginning-of-text, or of token ids as they are."""
+        """Return the inputs of a text, after the tokenizer's beginning-of-text, or of token ids, unchanged."""
         media_of_prompt(media, accepts=self.accepts, model=self.name, missing=self._missing)
         return _inputs(prompt_ids(self.tokenizer, text, token_ids, budget))
 
@@ -77,12 +77,12 @@ class TextProcessor:
 def prompt_ids(
     tokenizer: Tokenizer, text: str | None, token_ids: Sequence[int] | None, budget: TextBudget | None
 ) -> list[int]:
-    """The ids of a text, with the tokenizer's beginning-of-text, or those given; one of the two must be.
+    """Return the ids of a text, with the tokenizer's beginning-of-text, or the given ids; exactly one must be given.
 
-    None is below 0; whether the model has them all is the engine's to check.
+    Negative ids are refused here; the engine checks that the model has them all.
     """
     if (text is None) == (token_ids is None):
-        raise RequestError("give either a text or token ids")
+        raise RequestError("expected either a text or token ids")
     if text is not None:
         return tokenizer.encode(text, add_special_tokens=True, budget=budget)
     ids = [index(token_id) for token_id in (() if token_ids is None else token_ids)]
@@ -101,7 +101,7 @@ IsKnown = Callable[[bytes], bool]
 
 @dataclass(frozen=True)
 class PreparedMedium:
-    """A medium whose size and key are known, before it is decoded and has its place in a prompt."""
+    """A medium of known size and key, which is not decoded yet and has no place in a prompt yet."""
 
     name: str  # for errors: "image 2"
     kind: MediaKind
@@ -111,15 +111,15 @@ class PreparedMedium:
     encoder_rows: int
     write: Write
     times_s: tuple[float, ...] = ()  # of each group of a video's frames
-    sound: tuple[PreparedMedium, ...] = ()  # that goes with a video; or the pieces that a sound is encoded in
+    sound: tuple[PreparedMedium, ...] = ()  # a video's sound, or the separately encoded pieces of a sound
     num_states: int = 0
     tiling: tuple[int, int] = (1, 1)
-    feature_width: int = 0  # of features that came with the request; 0: it is encoded
+    feature_width: int = 0  # of the request's features; 0: the encoder computes them
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A prompt with the tokens of its media in their places."""
+    """A prompt with the placeholder tokens of its media expanded."""
 
     token_ids: Sequence[int]
     positions: np.ndarray
@@ -128,10 +128,10 @@ class Placement:
 
 
 class MediaProcessor(ABC):
-    """Turns requests into `ModelInputs`. May be called from several threads at once.
+    """Turns requests into `ModelInputs`. Thread-safe.
 
-    `is_known` says whether the encoder output of a medium's key is cached: the medium is not decoded then.
-    `budget` bounds the text that is tokenized.
+    `is_known` returns whether a key's encoder output is cached: then the medium is not decoded. `budget` bounds the
+    text that is tokenized.
     """
 
     accepts: Sequence[MediaKind]
@@ -162,12 +162,12 @@ class MediaProcessor(ABC):
         use_audio_in_video: bool = False,
         **template_args: Any,
     ) -> ModelInputs:
-        """The inputs of a conversation, up to where the model answers.
+        """Return the inputs of a conversation, up to the model's answer.
 
-        `use_audio_in_video`: the sound of videos is heard too, unless one says otherwise.
+        `use_audio_in_video` reads the sound of videos too, unless a video sets it otherwise.
         """
         if self._encoder is None:
-            raise RequestError("the model has no chat template: give it a prompt instead")
+            raise RequestError("the model has no chat template: send a prompt instead")
         normalized, parts = normalize(
             messages,
             limits=self.limits,
@@ -188,17 +188,17 @@ class MediaProcessor(ABC):
         is_known: IsKnown | None = None,
         budget: TextBudget | None = None,
     ) -> ModelInputs:
-        """The inputs of a text, or of token ids, with one placeholder token per medium.
+        """Return the inputs of a text, or of token ids, with one placeholder token per medium.
 
-        Media are parts as those of a message: {"type": "image", "image": source}, {"type": "video", "video": source,
-        "fps": of frames}. Those of a kind belong to the placeholders of that kind, in order.
+        Media have the form of message parts: {"type": "image", "image": source}, {"type": "video", "video": source,
+        "fps": of frames}. Media of a kind belong to the placeholders of that kind, in order.
         """
         ids = self._prompt_ids(text, token_ids, budget)
         parts = media_of_prompt(media, limits=self.limits, accepts=self.accepts)
         return self._inputs(ids, parts, None, is_known, budget)
 
     def describe(self, medium: Mapping[str, object]) -> PreparedMedium:
-        """The grid, times and tiles of a medium that is a part of a message, read from its header."""
+        """Return the grid, times and tiles of a medium in the form of a message part, read from its header."""
         (part,) = media_of_prompt([medium], limits=self.limits, accepts=self.accepts)
         return self._prepared(part, None)
 
@@ -215,7 +215,7 @@ class MediaProcessor(ABC):
         is_known: IsKnown | None,
         budget: TextBudget | None,
     ) -> ModelInputs:
-        """The inputs of ids with a placeholder for each of the parts. Media are decoded once all have their place."""
+        """Return the inputs of ids with a placeholder per part. Media are decoded once all have room in the buffer."""
         placement = self._place(ids, [self._prepared(part, fetch) for part in parts])
         media = [medium for medium, _ in placement.media]
         check_cancelled = budget.check_cancelled if budget else lambda: None
@@ -251,7 +251,7 @@ class MediaProcessor(ABC):
         is_known: IsKnown | None,
         check_cancelled: Callable[[], None],
     ) -> None:
-        """Decodes media into their regions, those that are known only if they are needed after all."""
+        """Decode media into their regions; postpone media whose encoder output is cached."""
         try:
             for medium, region in zip(media, allocation.regions, strict=True):
                 check_cancelled()
@@ -260,18 +260,18 @@ class MediaProcessor(ABC):
                 else:
                     medium.write(self.media_buffer.view(region))
         except BaseException:
-            allocation.release()  # the error's traceback would keep it
+            allocation.release()  # the error's traceback would keep the allocation
             raise
 
     def _prepared(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
         if not isinstance(part.source, Precomputed):
             return self._prepare(part, fetch)
         if part.with_sound:
-            raise RequestError(f"{part.name}: use_audio_in_video is asked for, and {part.source.type} have no sound")
+            raise RequestError(f"{part.name}: use_audio_in_video is true, but {part.source.type} have no sound")
         return self._prepare_values(part.source, part.name)
 
     def _prepare_values(self, given: Precomputed, name: str) -> PreparedMedium:
-        """A medium of which a request brings what would be made of it."""
+        """Return the medium of precomputed values."""
         sizes = self._value_sizes(given, name)
         values = prepare_values(given, sizes, name, self.limits, self.media_buffer.rows.dtype)
         return self._medium_of_values(given, name, sizes, values, given.grid)
@@ -295,12 +295,12 @@ class MediaProcessor(ABC):
 
     @abstractmethod
     def _value_sizes(self, given: Precomputed, name: str) -> ValueSizes:
-        """What the model makes of a medium of such a grid; RequestError for a grid that none has."""
+        """Return the sizes for a medium of this grid; raise RequestError for an impossible grid."""
 
     @abstractmethod
     def _prepare(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
-        """The part's size and key, read from its header."""
+        """Return the medium of a part, with its size and key from its header."""
 
     @abstractmethod
     def _place(self, ids: Sequence[int], media: Sequence[PreparedMedium]) -> Placement:
-        """The prompt with every medium in the place of its placeholders, in order."""
+        """Return the prompt with every medium in place of its placeholders, in order."""

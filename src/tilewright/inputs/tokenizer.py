@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the checkpoint's own tokenizer, without broken characters in a stream."""
+"""Encodes and decodes text with the checkpoint's tokenizer; streams contain no broken characters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TokenTexts(Protocol):
-    """What streams ask of a tokenizer."""
+    """The methods of a tokenizer that streams use."""
 
     def has_token(self, token_id: int) -> bool: ...
 
@@ -31,7 +31,7 @@ class TokenTexts(Protocol):
 
 
 class ByteStream:
-    """Text of byte-level tokens: a character comes out when its last byte is in."""
+    """Decodes byte-level tokens: a character is returned when its last byte has arrived."""
 
     def __init__(self, tokenizer: TokenTexts, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -39,21 +39,21 @@ class ByteStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text these tokens complete."""
+        """Append tokens; return the text that they complete."""
         token_bytes = self._tokenizer.token_bytes
         return self._utf8.decode(b"".join(token_bytes(token_id) for token_id in ids if token_id not in self._skipped))
 
     def flush(self) -> str:
-        """What is left; an unfinished character becomes U+FFFD."""
+        """Return the rest; an incomplete character becomes U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
 
 class PieceStream:
-    """Text of tokens that are pieces of text, with byte tokens for rare characters.
+    """Decodes tokens that are pieces of text, with byte tokens for rare characters.
 
-    The decoder decodes a run of byte tokens as a whole (one bad byte makes all of it U+FFFD), so a run is held until a
-    piece ends it. It also strips the space of a text's first piece, so the last piece that was emitted is decoded again
-    in front of the held ones, and its text is removed from the result.
+    The backend decodes a run of byte tokens as a whole (one bad byte makes all of it U+FFFD), so a run is held until a
+    piece ends it. The backend also strips the space of a text's first piece, so the last emitted piece is decoded again
+    before the held ones, and its text is removed from the result.
     """
 
     def __init__(self, tokenizer: TokenTexts, skipped: frozenset[int]) -> None:
@@ -63,8 +63,8 @@ class PieceStream:
         self._held: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text these tokens complete."""
-        # An id without a token must not part a run of bytes: the decoder does not see it.
+        """Append tokens; return the text that they complete."""
+        # An id without a token must not split a run of bytes: the decoder does not see it.
         has_token = self._tokenizer.has_token
         self._held += [token_id for token_id in ids if token_id not in self._skipped and has_token(token_id)]
         end = len(self._held)
@@ -73,7 +73,7 @@ class PieceStream:
         return self._emit(end)
 
     def flush(self) -> str:
-        """What is left; bytes that are no character become U+FFFD."""
+        """Return the rest; bytes that form no character become U+FFFD."""
         return self._emit(len(self._held))
 
     def _emit(self, count: int) -> str:
@@ -88,13 +88,13 @@ class PieceStream:
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Characters counted in one go, which takes 0.1 s at most. A cut in mid-word adds a few tokens to the 500 of a piece.
+# Characters tokenized at once, in 0.1 s at most. A cut within a word adds a few tokens to thousands of a piece.
 PIECE_CHARACTERS = 1 << 16
 _COUNT_MARGIN = 1.25
 
 
 class Tokenizer:
-    """Encodes and decodes. Ids the vocabulary has no token for (padded heads can choose them) decode to nothing."""
+    """Encodes and decodes text. Ids without a token (padded heads can produce them) decode to nothing."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self.special_tokens = dict(special_tokens)  # name, as templates use it -> text
+        self.special_tokens = dict(special_tokens)  # name in templates -> text
         self.stop_token_ids = tuple(stop_token_ids)
         self.chat_template = (
             dict(chat_template) if chat_template else None
@@ -125,12 +125,12 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """The tokenizer of a checkpoint's folder: tokenizer.json and the files beside it."""
+        """Return the tokenizer of a checkpoint's folder: tokenizer.json and the files beside it."""
         return cls(**folder_tokenizer.build(Path(folder)))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
-        """The tokenizer that a GGUF file's metadata (the `tokenizer.*` keys) describe."""
+        """Return the tokenizer of a GGUF file's metadata (the `tokenizer.*` keys)."""
         from tilewright.inputs.gguf_tokenizer import build
 
         return cls(**build(metadata))
@@ -140,16 +140,16 @@ class Tokenizer:
         return self._backend.get_vocab_size()
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its exact text in the vocabulary."""
+        """Return the id of a token by its exact text in the vocabulary; None if there is none."""
         return self._backend.token_to_id(token)
 
     def has_token(self, token_id: int) -> bool:
-        """False of ids past the vocabulary, or in a gap of it."""
+        """Return whether the vocabulary has the id; it may have gaps."""
         return self._backend.id_to_token(token_id) is not None
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """Bytes of text that the longest token stands for."""
+        """The longest token's size in bytes of text."""
         added = self._backend.get_added_tokens_decoder().values()
         longest_added = max((len(token.content.encode()) for token in added), default=1)
         # In byte-level vocabularies a character stands for a byte.
@@ -157,15 +157,15 @@ class Tokenizer:
         return max(longest_added, *map(size, self._backend.get_vocab(with_added_tokens=False)))
 
     def encode(self, text: str, *, add_special_tokens: bool = False, budget: TextBudget | None = None) -> list[int]:
-        """Ids of the text. Special tokens in it are encoded as such; `add_special_tokens` adds the beginning-of-text.
+        """Return the ids of the text. It may contain special tokens; `add_special_tokens` adds the beginning-of-text.
 
-        With a `budget`, a text that is far too long is refused before its ids take time and memory; one that is a few
-        tokens too long is not.
+        With a `budget`, a text that is far too long is refused before encoding it takes time and memory; a text that is
+        a few tokens too long is not.
         """
         return self._ids(self._within(text, budget), add_special_tokens)
 
     def encode_marked(self, text: str, mark: str, *, budget: TextBudget | None = None) -> list[int]:
-        """Ids of a text in which added tokens have a mark before them; those without the mark are encoded as text."""
+        """Return the ids of a text in which added tokens follow a mark; added tokens without it are encoded as text."""
         import tokenizers
 
         # The parts are shared, not copied: 0.2 ms for Qwen3's tokenizer.
@@ -182,7 +182,7 @@ class Tokenizer:
         return [original.get(token_id, token_id) for token_id in ids]
 
     def _within(self, text: str, budget: TextBudget | None) -> str:
-        """The text as Unicode; ContextLengthExceeded if it is far longer than the budget allows."""
+        """Return the text as valid Unicode; raise ContextLengthExceeded if it is far longer than the budget allows."""
         text = _as_unicode(text)
         if budget is not None:
             budget.limits.check_text(text)
@@ -190,9 +190,9 @@ class Tokenizer:
         return text
 
     def _check_count(self, text: str, budget: TextBudget) -> None:
-        """ContextLengthExceeded once pieces of the text have more tokens than the context, by a margin.
+        """Raise ContextLengthExceeded if pieces of the text have more tokens than the context, by a margin.
 
-        Pieces only count: where they are cut, their ids are not those of the whole text.
+        Pieces are only counted: at the cuts, their ids differ from those of the whole text.
         """
         max_context, num_tokens = budget.limits.max_context, 0
         if len(text) <= max(PIECE_CHARACTERS, max_context):
@@ -212,39 +212,39 @@ class Tokenizer:
         return _encode(self._backend, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the ids."""
+        """Return the text of the ids."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that a token adds to a text: perhaps a part of a character."""
+        """Return the UTF-8 bytes that a token adds to a text, which may be a part of a character."""
         known = self._bytes_of.get(token_id)
         if known is None:
             known = self._bytes_of[token_id] = self.find_bytes(token_id)
         return known
 
     def token_text(self, token_id: int) -> str:
-        """What one token reads as; parts of characters show as U+FFFD."""
+        """Return the text of one token; parts of characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def is_byte_token(self, token_id: int) -> bool:
-        """True of a token that stands for one byte of a character the vocabulary lacks."""
+        """Return whether the token stands for one byte of a character that the vocabulary lacks."""
         if self._is_byte_level or token_id in self._added_ids:
             return False
         return _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or "") is not None
 
     def stream(self, *, skip_special_tokens: bool = True) -> ByteStream | PieceStream:
-        """A decoder for tokens that come one after another."""
+        """Return a decoder for tokens that arrive one after another."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         return ByteStream(self, skipped) if self._is_byte_level else PieceStream(self, skipped)
 
     def find_bytes(self, token_id: int) -> bytes:
-        """As token_bytes, without keeping the answer: for a walk over the whole vocabulary."""
+        """Return `token_bytes` without caching it, for loops over the whole vocabulary."""
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
         if self._is_byte_level:
             byte_of = _byte_of_character()
-            # A token with a character outside the table (an added one with a space in it) stands for its own text.
+            # A token with a character outside the table (such as an added token with a space) stands for its own text.
             if all(character in byte_of for character in token):
                 return bytes(byte_of[character] for character in token)
         elif token_id not in self._added_ids:
@@ -255,7 +255,7 @@ class Tokenizer:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """How byte-level vocabularies write bytes: printable Latin-1 as itself, the rest from U+0100 on."""
+    """Return the byte of each character of byte-level vocabularies: printable Latin-1, the rest from U+0100 on."""
     if not _BYTE_TABLE:
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         others = [byte for byte in range(256) if byte not in printable]
@@ -268,12 +268,12 @@ _BYTE_TABLE: dict[str, int] = {}
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    # Of all ways to encode, those of batches alone let other threads have the interpreter meanwhile.
+    # Only batch encoding releases the interpreter lock.
     return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _as_unicode(text: str) -> str:
-    """The text with ? for lone surrogates, which have no UTF-8 form; JSON bodies can carry one."""
+    """Return the text with ? for lone surrogates, which have no UTF-8 form and can occur in JSON."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,6 +1,6 @@
-"""Videos of any form as frames: files, arrays and lists of pictures. Only the sampled frames are decoded.
+"""Reads videos as frames: files, arrays and lists of pictures. Only the sampled frames are decoded.
 
-A file is opened so that it can reach nothing but itself.
+A file is opened such that it cannot access other files or addresses.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def opened_container(data: bytes, name: str, formats: str) -> Iterator[Any]:
-    """The bytes as one of PyAV's containers; what goes wrong inside the block is a `RequestError` too.
+    """Open the bytes as a container of PyAV; its errors within the block become RequestErrors.
 
-    `formats` are FFmpeg's names of those that hold what they play. It also reads playlists: those name other files and
-    addresses, which it would open.
+    `formats` are FFmpeg's names of self-contained formats. FFmpeg also reads playlists, and would open the files and
+    addresses that they name.
     """
     import av
 
@@ -50,37 +50,37 @@ def opened_container(data: bytes, name: str, formats: str) -> Iterator[Any]:
         raise RequestError(f"{name}: cannot be decoded: {UNREADABLE}") from error
 
 
-# For frames that come without a rate; what the models' own processors take.
+# For frames without a rate; the default of the models' processors.
 DEFAULT_FPS = 24.0
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,gif,ogg,asf"
-MAX_FILE_FRAMES = 2**20  # an hour at 240 a second is 864,000; each costs a record while the file is open
-_MAX_HELD = 32  # decoded frames that wait for an earlier one; decoders put out at most 16 in another order
-# Frames further than this from an even rate go by their own times: models read times to a tenth of a second. A frame
-# dropped here and there leaves the rate even.
+MAX_FILE_FRAMES = 2**20  # an hour at 240 a second has 864,000; each takes a record while the file is open
+_MAX_HELD = 32  # decoded frames that wait for an earlier one; decoders reorder at most 16
+# If frames deviate more than this from an even rate, their own times are used: models read times to a tenth of a
+# second. A few dropped frames leave the rate even.
 _MAX_JITTER_S = 0.1
-# How much longer than its frames a file may say it is: some round up.
+# Seconds that a file's declared duration may exceed its frames': some round up.
 _MAX_MISSING_END_S = 0.5
 
-Frames = Callable[[Sequence[int]], Iterator[np.ndarray]]  # [height, width, 3] uint8 for each of rising indices
+Frames = Callable[[Sequence[int]], Iterator[np.ndarray]]  # ascending indices -> [height, width, 3] uint8 each
 
 
 @dataclass(frozen=True)
 class VideoFile:
-    """Size, rate and frame count of an encoded video, found without decoding, and a function that decodes frames."""
+    """Size, rate and frame count of an encoded video, and a function that decodes frames."""
 
     num_frames: int
     fps: float
     height: int
     width: int
     frames: Frames
-    times_s: tuple[float, ...] | None  # of every frame, where the rate varies
+    times_s: tuple[float, ...] | None  # of every frame, if the rate varies
 
 
-ReadVideo = Callable[[bytes, str, MediaLimits], VideoFile]  # the encoded bytes, the item's name for errors, the limits
+ReadVideo = Callable[[bytes, str, MediaLimits], VideoFile]  # (bytes, item's name for errors, limits)
 
 
 def read_video(data: bytes, name: str, limits: MediaLimits) -> VideoFile:
-    """The video that the bytes hold, decoded in this process when its frames are asked for."""
+    """Return the video in the bytes; its frames are decoded on demand, in this process."""
     if (delays_s := frame_delays_s(data)) is not None:
         return _read_animation(data, name, limits, delays_s)
     with _opened(data, name, limits) as (container, stream):
@@ -89,7 +89,7 @@ def read_video(data: bytes, name: str, limits: MediaLimits) -> VideoFile:
             check_duration(float(stream.duration * stream.time_base), name, limits)
         packets = _packets(container, stream, name)
         time_base, rate, num_declared = float(stream.time_base or 0), stream.average_rate, stream.frames
-        # For files that do not count their frames. Where there is sound too, the file may be longer than its video.
+        # For files without a frame count. A file with sound may be longer than its video.
         is_comparable = container.duration and len(container.streams) == 1 and not num_declared
         declared_s = container.duration / 1e6 if is_comparable else 0.0
     if len(packets) < max(num_declared, 1):
@@ -101,7 +101,7 @@ def read_video(data: bytes, name: str, limits: MediaLimits) -> VideoFile:
     fps = float(rate) if rate else (len(shown) - 1) / duration_s if duration_s > 0 else DEFAULT_FPS
     check_rate(fps, name)
     if declared_s > duration_s + packets[-1].duration * time_base + _MAX_MISSING_END_S:
-        ends = f"it says {declared_s:.1f} seconds, its frames end after {duration_s:.1f}"
+        ends = f"it declares {declared_s:.1f} seconds, its frames end after {duration_s:.1f}"
         raise RequestError(f"{name}: the file is cut short: {ends}")
     height, width = _upright_size(data, name, limits)
 
@@ -136,7 +136,7 @@ def _read_animation(data: bytes, name: str, limits: MediaLimits, delays_s: Seque
 
 @dataclass(frozen=True)
 class _Packet:
-    """A coded frame: where it stands in the order of decoding, when it is shown, whether decoding can begin there."""
+    """A coded frame: its time and duration, and whether decoding can begin with it."""
 
     time: int  # in the stream's time base
     duration: int  # 0: not known
@@ -144,7 +144,7 @@ class _Packet:
 
 
 def check_rate(fps: float, name: str) -> None:
-    """Refuses rates that no video has: times computed from them would overflow."""
+    """Raise RequestError for impossible rates: times computed from them would overflow."""
     if not 1e-4 <= fps <= 1e6:
         raise RequestError(f"{name}: {fps:g} frames a second, expected 0.0001 to 1000000")
 
@@ -170,18 +170,18 @@ def _rate_varies(times_s: Sequence[float], fps: float) -> bool:
 def _opened(data: bytes, name: str, limits: MediaLimits) -> Iterator[tuple[Any, Any]]:
     with opened_container(data, name, _CONTAINERS) as container:
         if not container.streams.video:
-            raise RequestError(f"{name}: the file has no video in it")
+            raise RequestError(f"{name}: the file has no video")
         stream = container.streams.video[0]
         if stream.codec_context is None:
             raise RequestError(f"{name}: cannot be decoded: there is no decoder for its kind of video")
-        # Each frame may bring a size of its own. Twice the limit: decoders round sizes up to whole blocks.
+        # Each frame may have a size of its own. Twice the limit: decoders round sizes up to whole blocks.
         stream.codec_context.options = {"max_pixels": str(min(2 * limits.max_pixels, 2**31 - 1))}
-        stream.codec_context.thread_count = 1  # more would take the cores from the model, and help few files
+        stream.codec_context.thread_count = 1  # more would take cores from the model, and speed up few files
         yield container, stream
 
 
 def _upright_size(data: bytes, name: str, limits: MediaLimits) -> tuple[int, int]:
-    """Height and width of the first frame as it is shown."""
+    """Return height and width of the first frame after rotation."""
     with _opened(data, name, limits) as (container, stream):
         for frame in container.decode(stream):
             check_pixels(frame.height, frame.width, name, limits)
@@ -192,7 +192,7 @@ def _upright_size(data: bytes, name: str, limits: MediaLimits) -> tuple[int, int
 def _decode(
     container: Any, stream: Any, name: str, packets: Sequence[_Packet], waiting: list[int], size: tuple[int, int]
 ) -> Iterator[np.ndarray]:
-    """The frames of the rising times in `waiting`; groups of pictures without any of them are skipped."""
+    """Yield the frames at the ascending times in `waiting`; groups of pictures without any of them are skipped."""
     num_wanted = len(waiting)
     needed = _needed(packets, set(waiting))
     held: dict[int, np.ndarray] = {}
@@ -202,7 +202,7 @@ def _decode(
             if frame.is_corrupt:
                 raise RequestError(f"{name}: the file is damaged at {float(frame.time or 0):.1f} seconds")
             if len(held) == _MAX_HELD:
-                raise RequestError(f"{name}: the file is damaged: its frames do not come in order")
+                raise RequestError(f"{name}: the file is damaged: its frames are out of order")
             held[time] = _upright(frame, name, size)
         while waiting and waiting[0] in held:
             pixels = held[waiting[0]]
@@ -217,9 +217,9 @@ def _decode(
 
 
 def _needed(packets: Sequence[_Packet], wanted: set[int]) -> list[bool]:
-    """Which packets must be decoded: from the key frame before each wanted one up to it.
+    """Return, for each packet, whether it must be decoded: from the key frame before each wanted frame up to it.
 
-    A frame shown before its own group's key frame also leans on the group before.
+    A frame that is shown before its group's key frame also depends on the previous group.
     """
     starts = [index for index, packet in enumerate(packets) if packet.is_key]
     if not starts or starts[0] != 0:
@@ -246,7 +246,7 @@ def _decoded_frames(container: Any, stream: Any, needed: Sequence[bool]) -> Iter
             yield from packet.decode()
             is_fed = True
         elif is_fed:
-            # A gap: what the decoder still holds comes out, and it starts afresh at the next key frame.
+            # A gap: flush the decoder, which restarts at the next key frame.
             yield from context.decode(None)
             context.flush_buffers()
             is_fed = False
@@ -269,7 +269,7 @@ def _upright(frame: Any, name: str, size: tuple[int, int]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SampledFrames:
-    """Which frames, and when they are shown."""
+    """Indices and times of sampled frames."""
 
     indices: tuple[int, ...]
     times_s: tuple[float, ...]
@@ -277,7 +277,7 @@ class SampledFrames:
 
 @dataclass(frozen=True)
 class Video:
-    """A video whose size and frames are known."""
+    """A video of known size and frame count; frames are decoded on demand."""
 
     name: str
     num_frames: int
@@ -289,7 +289,7 @@ class Video:
     times_s: tuple[float, ...] | None = None
 
     def sample(self, indices: Sequence[int]) -> SampledFrames:
-        """The frames nearest to the times that evenly spread indices stand for."""
+        """Return the frames nearest to the times of evenly spread indices."""
         if self.times_s is None:
             return SampledFrames(tuple(indices), tuple(index / self.fps for index in indices))
         times = np.asarray(self.times_s)
@@ -307,9 +307,9 @@ def open_video(
     read: ReadVideo = read_video,
     read_frame: ReadPicture = read_picture,
 ) -> Video:
-    """The video of a part: bytes, a file, an array [F, H, W, 3], or a list of pictures.
+    """Return the video of a part: bytes, a file, an array [F, H, W, 3], or a list of pictures.
 
-    Encoded ones are left to `read`, encoded pictures of a list to `read_frame`.
+    `read` reads encoded videos, `read_frame` encoded pictures of a list.
     """
     if isinstance(part.source, list | tuple):
         return _from_pictures(part, limits, fetch, read_frame)

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-SETTINGS_KEY = "parameters"  # of a PNG's text: where other tools keep theirs
+SETTINGS_KEY = "parameters"  # key of a PNG's text, as in other tools
 _EXIF_DESCRIPTION = 0x010E  # ImageDescription, for JPEG and WebP
 
 
 def encode_picture(pixels: np.ndarray, file_format: str, settings: Mapping[str, Any], quality: int = 95) -> bytes:
-    """The file of uint8 [H, W, 3]: png, jpeg or webp."""
+    """Return the png, jpeg or webp file of uint8 [H, W, 3]."""
     from PIL import Image, PngImagePlugin
 
     image = Image.fromarray(np.ascontiguousarray(pixels))
@@ -32,7 +32,7 @@ def encode_picture(pixels: np.ndarray, file_format: str, settings: Mapping[str, 
 
 
 def settings_of(data: bytes) -> dict[str, Any] | None:
-    """The settings that a picture's file carries; None: it carries none."""
+    """Return the settings stored in a picture's file; None if it has none."""
     from PIL import Image
 
     with Image.open(io.BytesIO(data)) as image:

@@ -1,4 +1,4 @@
-"""Samples as the bytes of a sound file, in the formats of OpenAI's interface, and speech at another speed."""
+"""Encodes samples as a sound file, in the formats of OpenAI's interface, and changes the speed of speech."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-# By OpenAI's names: the container and the codec.
+# OpenAI's name -> container and codec.
 _ENCODERS = {
     "wav": ("wav", "pcm_s16le"),
     "mp3": ("mp3", "libmp3lame"),
@@ -19,21 +19,21 @@ _ENCODERS = {
 }
 FILE_FORMATS = tuple(_ENCODERS)
 FORMATS = (*FILE_FORMATS, "pcm16")
-MIN_SPEED, MAX_SPEED = 0.25, 4.0  # of OpenAI's interface
-# Beyond these factors the filter `atempo` repeats or leaves out parts of the sound; several in a row do not.
+MIN_SPEED, MAX_SPEED = 0.25, 4.0  # OpenAI's limits
+# Beyond this factor the filter `atempo` repeats or drops parts of the sound; several filters in a row do not.
 _MAX_STRETCH = 2.0
 
 
 def to_pcm16(samples: np.ndarray) -> bytes:
-    """fp32 samples in [-1, 1] as 16-bit little-endian ones."""
+    """Return fp32 samples in [-1, 1] as 16-bit little-endian bytes."""
     return (samples.clip(-1, 1) * 32767).round().astype("<i2").tobytes()
 
 
 def encode(pcm16: bytes, rate: int, format: str) -> bytes:
-    """A file of mono 16-bit samples, `rate` of them a second; "pcm16" are they themselves."""
+    """Return a file of mono 16-bit samples, `rate` per second; for "pcm16" the samples themselves."""
     if format == "pcm16":
         return pcm16
-    import av  # takes a while to load, and most answers are text
+    import av  # slow to load, and most answers are text
 
     container_format, codec = _ENCODERS[format]
     file = io.BytesIO()
@@ -46,13 +46,13 @@ def encode(pcm16: bytes, rate: int, format: str) -> bytes:
 
 
 class Tempo:
-    """Speeds up or slows down mono 16-bit samples as they come, and keeps their pitch.
+    """Speeds up or slows down mono 16-bit samples as they arrive, and keeps their pitch.
 
-    The samples of all calls of `add` and of `finish`, put together, do not depend on how the sound was cut into pieces.
+    The joined results of `add` and `finish` do not depend on how the sound was cut into pieces.
     """
 
     def __init__(self, rate: int, speed: float) -> None:
-        """`speed` is how many times as fast, MIN_SPEED to MAX_SPEED."""
+        """`speed` is the factor, MIN_SPEED to MAX_SPEED."""
         import av
 
         self._rate = rate
@@ -66,7 +66,7 @@ class Tempo:
         self._graph.link_nodes(source, *filters, self._graph.add("abuffersink")).configure()
 
     def add(self, pcm16: bytes) -> bytes:
-        """The samples that are ready; the filter keeps some hundredths of a second back."""
+        """Append samples; return those that are ready. The filter holds back some hundredths of a second."""
         if self._graph is None or not pcm16:
             return pcm16
         self._graph.push(_frame(pcm16, self._rate, self._num_samples))
@@ -74,7 +74,7 @@ class Tempo:
         return self._filtered()
 
     def finish(self) -> bytes:
-        """The rest, at the end of the sound."""
+        """End the sound; return the remaining samples."""
         if self._graph is None or not self._num_samples:
             return b""
         self._graph.push(None)

@@ -1,4 +1,4 @@
-"""Videos as files: MP4 for players and browsers, or an animated picture where the name asks for one.
+"""Encodes videos: MP4 for players and browsers, or an animated picture, by the file's suffix.
 
 Imports no torch: frames are uint8 arrays.
 """
@@ -20,18 +20,18 @@ from tilewright.types import RequestError
 
 _log = logging.getLogger(__name__)
 
-# Encoders in MP4, best first. Which of the two for H.264 there is depends on how FFmpeg was built; MPEG-4 part 2 is
-# always there, and few browsers play it.
+# Encoders for MP4, best first. FFmpeg's build decides which of the two for H.264 exists; MPEG-4 part 2 always does, but
+# few browsers play it.
 MP4_ENCODERS = ("libx264", "libopenh264", "mpeg4")
 ANIMATIONS = {".gif": "GIF", ".webp": "WEBP", ".png": "PNG"}
 SUFFIXES = (".mp4", *ANIMATIONS)
-X264_OPTIONS = {"crf": "18", "preset": "medium"}  # no difference to be seen at twice the size of the default
-BT709 = 1  # FFmpeg's number of the matrix, the primaries and the curve of that name
+X264_OPTIONS = {"crf": "18", "preset": "medium"}  # no visible loss, at twice the size of the default
+BT709 = 1  # FFmpeg's number for matrix, primaries and transfer curve
 LIMITED_RANGE = 1
 
 
 def check_video_name(path: str | Path) -> str:
-    """The suffix of a file that a video is to be written to; RequestError for one that says no kind of video."""
+    """Return the suffix of a video's path; raise RequestError for a suffix of no known kind of video."""
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
         raise RequestError(f"{path} ends in {suffix or 'nothing'}, expected one of {', '.join(SUFFIXES)}")
@@ -39,14 +39,14 @@ def check_video_name(path: str | Path) -> str:
 
 
 def write_video(path: str | Path, frames: np.ndarray, fps: float, settings: Mapping[str, Any] | None = None) -> None:
-    """A file of the kind that its suffix says: .mp4, or an animated .webp, .png or .gif."""
+    """Write a video file in the format of its suffix: .mp4, or an animated .webp, .png or .gif."""
     files.write_bytes(Path(path), encode_video(frames, fps, check_video_name(path), settings))
 
 
 def encode_video(
     frames: np.ndarray, fps: float, suffix: str = ".mp4", settings: Mapping[str, Any] | None = None
 ) -> bytes:
-    """The bytes of a video of frames uint8 [T, H, W, 3]. An MP4 keeps `settings`, what made it, as its comment."""
+    """Return the video file of frames uint8 [T, H, W, 3]. An MP4 stores `settings` as its comment."""
     if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or not len(frames):
         raise ValueError(f"frames are {frames.dtype} {list(frames.shape)}, expected uint8 [T, H, W, 3]")
     return _encode_mp4(frames, fps, settings) if suffix == ".mp4" else _encode_animation(frames, fps, suffix)
@@ -56,7 +56,7 @@ def _encode_mp4(frames: np.ndarray, fps: float, settings: Mapping[str, Any] | No
     import av
     from av.video.reformatter import Colorspace
 
-    # Its colours have half the size: odd sides lose a row or a column.
+    # Chroma has half the size: odd sides lose a row or a column.
     height, width = (side - side % 2 for side in frames.shape[1:3])
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
@@ -66,7 +66,7 @@ def _encode_mp4(frames: np.ndarray, fps: float, settings: Mapping[str, Any] | No
         if stream.name == "libx264":
             stream.options = X264_OPTIONS
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        # Said in the file: players guess by its size otherwise, and show other colours.
+        # Written to the file: otherwise players guess by its size, and show wrong colours.
         context = stream.codec_context
         context.colorspace = context.color_primaries = context.color_trc = BT709
         context.color_range = LIMITED_RANGE
@@ -79,7 +79,7 @@ def _encode_mp4(frames: np.ndarray, fps: float, settings: Mapping[str, Any] | No
 
 
 def mp4_encoder() -> str:
-    """The best encoder that this FFmpeg has; a warning tells when it is none for H.264."""
+    """Return the best encoder of this FFmpeg; log a warning if it is not for H.264."""
     import av
 
     for name in MP4_ENCODERS:

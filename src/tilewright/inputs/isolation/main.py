@@ -1,7 +1,7 @@
-"""The process that decodes untrusted media. It has the current item in memory and can reach nothing else.
+"""The media decoder: a process that decodes untrusted media, with access to nothing but the current item.
 
-It is asked over its channel to open an item, whose bytes lie in shared memory (the slate), and then for its pixels or
-samples, which it puts there in turn. A `DecoderPool` starts it. It imports neither torch nor the engine.
+Messages on its channel ask it to open an item, whose bytes are in shared memory (the slate), and then for its pixels or
+samples, which it writes there. A `DecoderPool` starts it. It imports neither torch nor the engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tilewright.process.confine import confine, limit_cpu
 from tilewright.process.frames import Channel
 from tilewright.types import RequestError
 
-# What Pillow imports when it is first needed, and all of PyAV: afterwards no file can be opened.
+# Modules that Pillow imports on first use: after `confine` no file can be opened.
 _PILLOW = (
     "BmpImagePlugin", "ExifTags", "GifImagePlugin", "Image", "ImageChops", "ImageColor", "ImageFile", "ImageMode",
     "ImageOps", "ImagePalette", "ImageSequence", "JpegImagePlugin", "MpoImagePlugin", "PngImagePlugin",
@@ -32,24 +32,24 @@ _PILLOW = (
 )  # fmt: skip
 _STANDARD = ("copy", "encodings.ascii", "encodings.latin_1", "encodings.utf_16", "tempfile")
 _KEPT_MAP_BYTES = 2**24
-# After which it ends by itself, should nobody be left to end it. (PR_SET_PDEATHSIG would end it with the thread that
-# started it, not the process.)
+# Beyond this the process ends itself, in case its parent is gone. (PR_SET_PDEATHSIG acts at the end of the thread that
+# started it, not of the process.)
 _GRACE_S = 10.0
 
 
 def main(channel: Channel, slate: int, memory_bytes: int) -> None:
-    """Serves requests until the channel closes, with so many bytes of memory beyond what it starts with."""
+    """Serve requests until the channel closes, within `memory_bytes` beyond the memory at the start."""
     import_all()
     nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 2)  # until here errors are shown; what libraries say about a file is not
+    os.dup2(nowhere, 2)  # errors are shown up to here; libraries' output about a file is not
     os.close(nowhere)
     channel.send({"missing": confine(memory_bytes)})
     _Decoder(channel, slate).serve()
-    os._exit(0)  # the usual end would need rights that are gone
+    os._exit(0)  # a normal exit would need rights that were given up
 
 
 def import_all() -> None:
-    """Imports all that decoding may need: afterwards no file can be opened."""
+    """Import all modules that decoding may need: after `confine` no file can be opened."""
     import av
 
     parts = [part.name for part in pkgutil.walk_packages(av.__path__, "av.")]
@@ -58,7 +58,7 @@ def import_all() -> None:
         importlib.import_module(name)
     from PIL import Image
 
-    Image.MAX_IMAGE_PIXELS = None  # the limit is that of the request, and is checked before anything is decoded
+    Image.MAX_IMAGE_PIXELS = None  # the request's limit applies, and is checked before decoding
 
 
 class _Decoder:
@@ -73,7 +73,7 @@ class _Decoder:
         allowed_s = MediaLimits.max_decode_s
         while (message := self._channel.receive()) is not None:
             allowed_s = message.get("limits", {}).get("max_decode_s", allowed_s)
-            # The engine ends this process when it takes too long. These limits are for when the engine is gone.
+            # The engine ends this process when it takes too long. These limits apply if the engine is gone.
             signal.setitimer(signal.ITIMER_REAL, allowed_s + _GRACE_S)
             limit_cpu(allowed_s + _GRACE_S)
             reply = self._answer(message)
@@ -126,11 +126,11 @@ class _Decoder:
                 raise ValueError(f"asked to open {kind!r}")
 
     def _put(self, values: np.ndarray, offset: int, most_bytes: int) -> int:
-        """Copies the values to the slate, at the offset; returns their bytes."""
+        """Copy the values to the slate at the offset; return their size in bytes."""
         if values.nbytes > most_bytes:
             raise ValueError(f"{values.nbytes} bytes, where {most_bytes} were expected")
         end = offset + most_bytes
-        # Kept while it is long enough, but not for long once it is long: address space is what is limited.
+        # Keep the map while it is long enough, unless it is much longer than needed: address space is limited.
         if self._shared is None or not end <= len(self._shared) <= max(end, _KEPT_MAP_BYTES):
             if self._shared is not None:
                 self._shared.close()

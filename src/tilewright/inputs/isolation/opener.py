@@ -1,4 +1,4 @@
-"""Opens the media of a request: in this process, or in a decoder process that has given up its rights."""
+"""Opens the media of a request, in this process or in a confined decoder process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tilewright.types import MediaKind, RequestError, TransientError
 
 
 class Opener(Protocol):
-    """Opens media: sizes at once, pixels and samples when they are asked for."""
+    """Opens media: sizes at once, pixels and samples on demand."""
 
     def open_picture(self, part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Picture: ...
 
@@ -35,7 +35,7 @@ class Opener(Protocol):
 
 
 class InProcessOpener:
-    """For trusted media: decoded in this process, by the calling thread."""
+    """Opens trusted media, which the calling thread decodes."""
 
     def open_picture(self, part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Picture:
         return open_picture(part, limits, fetch)
@@ -47,7 +47,7 @@ class InProcessOpener:
         return open_audio(part, limits, sample_rate, fetch)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: this opener holds no resources."""
 
 
 _log = logging.getLogger(__name__)
@@ -60,11 +60,10 @@ class MediaFault(RequestError):
 
 
 class IsolatedOpener:
-    """Opens media as `InProcessOpener` does, with the same results, but has other processes decode what is encoded.
+    """Opens media with the same results as `InProcessOpener`, but decodes encoded media in other processes.
 
-    A process may use `memory_bytes` beyond what it starts with, and is replaced after `max_items_per_process`, which
-    bounds what leaks. May be called from several threads at once; `num_kept` processes wait for work, about as many as
-    there are such threads.
+    A process may use `memory_bytes` beyond its memory at the start, and is replaced after `max_items_per_process`,
+    which bounds leaks. Thread-safe; `num_kept` idle processes are kept, about as many as there are calling threads.
     """
 
     def __init__(self, *, memory_bytes: int = 2**31, max_items_per_process: int = 1000, num_kept: int = 2) -> None:
@@ -80,7 +79,7 @@ class IsolatedOpener:
         return open_audio(part, limits, sample_rate, fetch, self._read_sound)
 
     def close(self) -> None:
-        """Ends all processes, busy ones included."""
+        """End all processes, busy ones included."""
         self.pool.close()
 
     def _read_picture(self, data: bytes, name: str, limits: MediaLimits) -> PictureFile:
@@ -123,7 +122,7 @@ class IsolatedOpener:
         return VideoFile(num_frames, fps, height, width, frames, times_s)
 
     def _with_session(self, item: _Item, use: Callable[[_Session], Result]) -> Result:
-        """What `use` returns, with a second try in another process where the first was killed."""
+        """Return the result of `use`; try a second process if the first was killed."""
         try:
             with self._session(item) as session:
                 return use(session)
@@ -138,14 +137,14 @@ class IsolatedOpener:
 
     @contextlib.contextmanager
     def _session(self, item: _Item) -> Iterator[_Session]:
-        """MediaFault where the item brings the process down, TransientError where something else does."""
+        """Lease a process; raise MediaFault if the item makes it fail, TransientError if something else does."""
         try:
             with self.pool.lease(item.token) as process:
                 yield _Session(process, item)
         except DecoderKilled as error:
             raise TransientError(f"{item.name} could not be decoded: {error}") from error
         except DecoderFailed as error:
-            _log.warning("%s brought its decoder down: %a", item.name, str(error))
+            _log.warning("%s made its decoder fail: %a", item.name, str(error))
             raise MediaFault(f"{item.name}: cannot be decoded: {error}") from error
 
 
@@ -156,8 +155,8 @@ class _Item:
     name: str
     limits: MediaLimits
     sample_rate: int | None = None
-    spent_s: float = 0.0  # of limits.max_decode_s, from when it is opened until it is decoded
-    token: object = dataclasses.field(default_factory=object)  # stands for it, without keeping its bytes
+    spent_s: float = 0.0  # of limits.max_decode_s, from opening to the end of decoding
+    token: object = dataclasses.field(default_factory=object)  # identifies the item without keeping its bytes
 
 
 class _Session:
@@ -168,23 +167,23 @@ class _Session:
         self._item = item
 
     def picture_size(self) -> tuple[int, int]:
-        """(height, width) of a picture."""
+        """Open a picture and return (height, width)."""
         reply = self.open()
         return _whole(reply, "height"), _whole(reply, "width")
 
     def duration(self) -> float:
-        """Seconds of a sound."""
+        """Open a sound and return its duration in seconds."""
         return _number(self.open(), "duration_s")
 
     def video_header(self) -> tuple[tuple[int, float, int, int], tuple[float, ...] | None]:
-        """(frames, frames per second, height, width) of a video, and the times of its frames if they are uneven."""
+        """Open a video; return (frames, frames per second, height, width), and its frames' times if they are uneven."""
         reply = self.open()
         num_frames, fps = _whole(reply, "num_frames", MAX_FILE_FRAMES), _number(reply, "fps")
         times_s = _times(reply["times"], num_frames) if reply.get("times") else None
         return (num_frames, fps, _whole(reply, "height"), _whole(reply, "width")), times_s
 
     def open(self) -> dict[str, Any]:
-        """The process's reply about the item."""
+        """Send the item to the process and return its reply."""
         item, process = self._item, self._process
         process.holds, process.num_items = None, process.num_items + 1
         process.write(item.data)
@@ -203,7 +202,7 @@ class _Session:
         return reply
 
     def decode(self, most_bytes: int, dtype: type[np.generic]) -> np.ndarray:
-        """The item's pixels or samples, [any]; pixels are exactly as many as expected."""
+        """Return the item's pixels or samples as a flat array; pixels have exactly the expected size."""
         self._open_again()
         self._process.reserve(most_bytes)
         self._process.send({"ask": "decode", "size_bytes": most_bytes})
@@ -214,7 +213,7 @@ class _Session:
         return self._process.read(0, np.empty(size_bytes // np.dtype(dtype).itemsize, dtype))
 
     def frames(self, indices: Sequence[int], shape: tuple[int, int, int]) -> Iterator[np.ndarray]:
-        """The frames of the indices. While the caller has one, the next is decoded into the slate's other half."""
+        """Yield the frames at the indices. While the caller uses one, the next is decoded to the slate's other half."""
         size_bytes = math.prod(shape)
         self._open_again()
         self._process.reserve(2 * size_bytes)
@@ -247,10 +246,10 @@ class _Session:
         item.spent_s += time.monotonic() - started_s
         error, message = reply.get("error"), str(reply.get("message"))[:1000]
         if error == "refused":
-            # The process names the item itself, unless it was taken over.
+            # The process's message begins with the item's name, unless the process was compromised.
             raise RequestError(message if message.startswith(item.name) else f"{item.name}: {message}")
         if error == "memory":
-            raise DecoderFailed("it takes more memory than decoding may use")
+            raise DecoderFailed("it needs more memory than decoding may use")
         if error is not None:
             _log.warning("the decoder of %s failed: %a", item.name, message)
             raise DecoderFailed("its decoder failed; the log has the reason")

@@ -1,4 +1,4 @@
-"""Decoder processes: started, used, and replaced when they fail or have decoded their number of items."""
+"""Starts and leases decoder processes, and replaces them when they fail or have decoded their number of items."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 2**23  # the times of a million frames; pixels and samples go through shared memory
 _ENTRY = "tilewright.inputs.isolation.main:main"
-# Its whole environment: nothing is inherited. One thread; freed memory is kept for the next item, since fresh pages
-# cost more than decoding a JPEG.
+# The complete environment of a decoder. One thread; freed memory is kept for the next item, since fresh pages cost more
+# than decoding a JPEG.
 _ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
     "OPENBLAS_NUM_THREADS": "1",
@@ -31,10 +31,10 @@ _ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
     "MALLOC_TRIM_THRESHOLD_": str(2**26),
 }
-_START_TIMEOUT_S = 60.0  # it takes 0.2 when the machine is idle
+_START_TIMEOUT_S = 60.0  # 0.2 on an idle machine
 _SEND_TIMEOUT_S = 10.0  # messages are small: sending blocks only if the other side hangs
 _EXIT_TIMEOUT_S = 5.0  # from the end of its channel to the end of a process
-_KEPT_SLATE_BYTES = 16 * 2**20  # larger ones are cut back when an item is done
+_KEPT_SLATE_BYTES = 16 * 2**20  # larger ones are truncated after an item
 
 
 class DecoderFailed(Exception):
@@ -42,14 +42,14 @@ class DecoderFailed(Exception):
 
 
 class DecoderKilled(DecoderFailed):
-    """The process was killed by others or is stopped, for no fault of the item."""
+    """The process was killed from outside or is stopped; the item is not at fault."""
 
 
 class DecoderProcess(Child):
-    """One process that decodes, and the memory shared with it, the slate.
+    """A decoder process, and the memory shared with it, the slate.
 
-    Only the other process maps the slate; here it is read and written as a file. Whatever the other does to it while
-    it is read gives wrong pixels at worst.
+    Only the decoder maps the slate; this process reads and writes it as a file. If the decoder changes it meanwhile,
+    the result is wrong pixels at worst.
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -57,7 +57,7 @@ class DecoderProcess(Child):
         self._num_awaited = 1  # messages; the first says that it is ready
         self.is_ready = False
         self.has_failed = False
-        self.holds: object = None  # the token of the item that is open there
+        self.holds: object = None  # token of the item that is open in the process
         self.num_items = 0
         try:
             super().__init__(
@@ -77,7 +77,7 @@ class DecoderProcess(Child):
         return not self.has_failed and self._num_awaited == 0
 
     def wait_until_ready(self) -> None:
-        """Returns once it has confined itself; TransientError if it cannot start, which is no fault of an item."""
+        """Wait until the process has confined itself; raise TransientError if it cannot start."""
         if self.is_ready:
             return
         try:
@@ -96,7 +96,7 @@ class DecoderProcess(Child):
             raise self._death() from error
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next reply; TimeoutError if it does not come whole in time, DecoderFailed if it cannot come."""
+        """Return the next reply; raise TimeoutError if it is not complete in time, DecoderFailed if none can come."""
         try:
             reply = self.channel.receive(until(timeout_s))
         except TimeoutError:
@@ -111,18 +111,18 @@ class DecoderProcess(Child):
         return reply
 
     def write(self, data: bytes) -> None:
-        """Puts an item's bytes where the process reads them."""
+        """Write an item's bytes to the slate."""
         view, at = memoryview(data), 0
         while at < len(data):
             at += os.pwrite(self._slate, view[at:], at)
 
     def reserve(self, size_bytes: int) -> None:
-        """Makes room for what the process is to put there."""
+        """Enlarge the slate for the process's output."""
         if os.fstat(self._slate).st_size < size_bytes:
             os.ftruncate(self._slate, size_bytes)
 
     def read(self, offset: int, out: np.ndarray) -> np.ndarray:
-        """Fills `out` with what the process put at the offset."""
+        """Fill `out` from the slate at the offset."""
         view, at = out.reshape(-1).view(np.uint8).data, 0
         while at < len(view):
             count = os.preadv(self._slate, [view[at:]], offset + at)
@@ -132,12 +132,12 @@ class DecoderProcess(Child):
         return out
 
     def put_down(self) -> None:
-        """Gives memory back after a large item."""
+        """Truncate the slate after a large item."""
         if os.fstat(self._slate).st_size > _KEPT_SLATE_BYTES:
             os.ftruncate(self._slate, _KEPT_SLATE_BYTES)
 
     def kill(self) -> int:
-        """Ends the process; a caller that waits for it gets a DecoderFailed."""
+        """Kill the process; a caller that waits for it gets DecoderFailed."""
         self.has_failed = True
         return super().kill()
 
@@ -159,7 +159,7 @@ class DecoderProcess(Child):
 
 
 class DecoderPool:
-    """One process per concurrent caller; idle ones are kept for the next."""
+    """A pool of decoder processes, one per concurrent caller; idle ones are kept for later callers."""
 
     def __init__(self, memory_bytes: int, max_items_per_process: int, num_kept: int) -> None:
         self._memory_bytes = memory_bytes
@@ -172,7 +172,7 @@ class DecoderPool:
 
     @contextlib.contextmanager
     def lease(self, token: object) -> Iterator[DecoderProcess]:
-        """A process for one caller: the one in which the token's item is open, if that is idle."""
+        """Lease a process to one caller: the one in which the token's item is open, if it is idle."""
         process = self._take(token)
         try:
             process.wait_until_ready()
@@ -184,7 +184,7 @@ class DecoderPool:
             self._give_back(process)
 
     def close(self) -> None:
-        """Ends all processes, busy ones included: their callers get a DecoderFailed."""
+        """End all processes, busy ones included: their callers get DecoderFailed."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -213,7 +213,7 @@ class DecoderPool:
             return process
 
     def _give_back(self, process: DecoderProcess) -> None:
-        # An item that is open there is about to be decoded: it is the last one, not one too many.
+        # An item that is open in the process will still be decoded: it is the last one, not one too many.
         has_done_its_share = process.num_items + (process.holds is None) > self._max_items_per_process
         is_reusable = process.is_reusable and not has_done_its_share
         if is_reusable:
@@ -231,7 +231,7 @@ class DecoderPool:
             self._start_another()
 
     def _start_another(self) -> None:
-        """Starts a process now, so that the next caller need not wait for it."""
+        """Start a process now, so that the next caller does not wait for it."""
         try:
             process = DecoderProcess(self._memory_bytes)
         except OSError as error:
