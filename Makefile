@@ -33,13 +33,15 @@ test: set-up
 	@$(MAKE) --no-print-directory -j 2 lint test-cpp
 	@$(MAKE) --no-print-directory test-python
 
-# The fast tests, and lint of all but types: what to run while working. After `make dev`, of src as it stands.
+# Lint but for types, and the fast tests of engine, inputs and weights: what to run while working. After `make dev`, of src
+# as it stands.
 .PHONY: quick dev op
+QUICK := tests/engine tests/inputs tests/weights tests/test_types.py tests/test_config.py tests/test_docs.py
 quick:
 	@test -x $(BIN)/pytest || $(MAKE) --no-print-directory set-up
 	$(BIN)/ruff check $(PYTHON_FOLDERS)
 	$(BIN)/ruff format --check $(PYTHON_FOLDERS)
-	OMP_WAIT_POLICY=passive $(BIN)/pytest -q -n 2 --dist loadfile $(QUICK)
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -q -n 2 --dist loadfile -m "not slow and not fuzz and not alone" $(QUICK)
 
 # An editable install: a changed Python line counts at once, and after a change to C++ `make dev` compiles what it touches,
 # at the best level of each op alone.

@@ -13,6 +13,8 @@ from tilewright.engine.constraint.sandbox import CompileSandbox
 from tilewright.process import child
 from tilewright.types import Constraint, RequestError, SamplingParams, TransientError
 
+pytestmark = pytest.mark.slow
+
 PRIMES = (7, 11, 13, 17, 19, 23)
 
 

@@ -494,6 +494,7 @@ def qwen():
     return qwen_tokenizer()
 
 
+@pytest.mark.slow
 def test_the_vocabulary_of_a_real_model(qwen):
     """Random choices among 150,000 tokens, none of them a special one or one that the tokenizer lacks."""
     core = constrained_core(qwen, QWEN_SIZE, scale=1.0, favour='"}],', favoured=8.0, num_drafts=4)

@@ -21,6 +21,8 @@ CHILD = """
 import json, sys
 from tilewright import Engine
 from tilewright.engine.measure.memory import resident
+
+pytestmark = pytest.mark.slow
 tiny, large, quantize, caches = sys.argv[1:]
 options = {"kv_memory": "64MB", "max_context": 1024, "dtype": "bfloat16", "speculate": 0}
 def answer(model, quantize, **more):

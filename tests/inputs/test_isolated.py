@@ -23,6 +23,8 @@ from tilewright.inputs.media import MediaLimits, MediaPart
 from tilewright.process import child, confine, frames
 from tilewright.types import RequestError, TransientError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def opener():

@@ -1,6 +1,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 
 def test_decoders_and_templates_are_imported_when_used():
     """Start-up pays for none of them, and a text model runs where PyAV does not."""

@@ -60,6 +60,7 @@ def llama():
     return Tokenizer.from_gguf(llama_metadata())
 
 
+@pytest.mark.slow
 @settings(max_examples=num_cases(300), deadline=None)
 @given(TEXTS)
 def test_ids_and_text_are_those_of_transformers(qwen, oracle, text):

@@ -46,6 +46,7 @@ def ranges_of(file):
     return [Range(begin + i * LAYER, begin + (i + 1) * LAYER) for i in range(NUM_LAYERS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_layers", "num_kept"), [(2, 0), (3, 1), (4, 2), (5, 3), (6, 6), (9, 6)])
 def test_what_is_resident_stays_within_the_budget(file, num_layers, num_kept):
     stream = LayerStream(ranges_of(file), num_layers * LAYER)

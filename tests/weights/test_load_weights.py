@@ -188,6 +188,7 @@ print(weight_bytes, status_bytes("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source_dtype,dtype", [("bfloat16", "bfloat16"), ("float16", "bfloat16")])
 def test_peak_memory_is_the_weights_and_a_tenth(make_checkpoint, source_dtype, dtype):
     tensors = {"embed.weight": torch.zeros(40000, 1024, dtype=getattr(torch, source_dtype))}

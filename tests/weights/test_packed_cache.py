@@ -446,6 +446,7 @@ for cache in sorted(Path(folder).glob("cache*")):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_a_cache_folder_of_another_user(make_checkpoint):
     """Nobody starts with root's folders: closed, readable though its file is not, and one for all to write to."""
