@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := env -u MAKEFLAGS $(BIN)/python -m pip --quiet --disable-pip-version-check
-# Python files of packages are compiled when they are first imported, since most of them never are.
+# Python files of packages are compiled when they are first imported, since most of them never are. They must be kept then:
+# torch alone takes 7 s to import from source.
 INSTALL := $(PIP) install --no-compile -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 # Without make's flags, by which ninja would ask make for its jobs.
 NINJA := env -u MAKEFLAGS $(BIN)/cmake --build
 CTEST := $(BIN)/ctest --parallel 2 --output-on-failure --test-dir
