@@ -13,7 +13,7 @@ __all__ = ["Diffusion", "Engine"]
 
 
 def __getattr__(name: str) -> Any:
-    # Not imported until it is used: `tilewright --help` answers without torch.
+    # Imported on use: `tilewright --help` answers without torch.
     if name == "Engine":
         from tilewright.engine.engine import Engine
 

@@ -1,4 +1,4 @@
-"""The settings that come from the environment: the only file that reads it.
+"""Settings from environment variables, which only this file reads.
 
 TILEWRIGHT_MAX_ISA       the highest ISA level the kernels may use: scalar, avx2, avx512, avx512_vnni,
                          avx512_bf16 or amx on x86-64;
@@ -11,7 +11,7 @@ TILEWRIGHT_CACHE_DIR     where packed weights are kept between starts, or "off";
                          without that, in ~/.cache
 TILEWRIGHT_API_KEY       the key, or keys with commas between, that `tilewright serve` asks for; unset: none
 NO_COLOR                 anything: no colours in the terminal; unset: colours where a terminal shows them
-OPENAI_API_KEY           what `tilewright bench serve` shows the server it measures; unset: nothing
+OPENAI_API_KEY           the key that `tilewright bench serve` sends to the server; unset: none
 RAY_ADDRESS              the Ray cluster that --replicas uses; unset: one is started on this machine
 """
 
@@ -43,28 +43,28 @@ _log = logging.getLogger(__name__)
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; says its name, its value and what is allowed."""
+    """An invalid setting; the message has its name, its value and what is allowed."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """What the environment asks of us, and the CPUs it found."""
+    """Settings from the environment, and the CPUs of the process."""
 
-    available_cpus: tuple[int, ...]  # as the process started: a pinned thread sees only its own
-    max_isa: str | None = None  # None: the best there is
+    available_cpus: tuple[int, ...]  # at the start of the process: a pinned thread sees only its own
+    max_isa: str | None = None  # None: the best level of this CPU
     num_threads: int | None = None  # None: one per CPU of `bind_cpus`, or of the process
-    threads_sleep_soon: bool = False  # those without work, instead of looking for some
+    threads_sleep_soon: bool = False  # idle threads sleep soon instead of spinning
     bind_cpus: tuple[int, ...] = ()  # empty: threads are not pinned
-    memory_nodes: tuple[int, ...] = ()  # of a rank, where its memory comes from; empty: as the system likes
-    cache_dir: Path | None = None  # None: packed weights are not kept
+    memory_nodes: tuple[int, ...] = ()  # nodes of a rank's memory; empty: the system's default policy
+    cache_dir: Path | None = None  # None: packed weights are not cached
     no_color: bool = False
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     openai_api_key: str | None = field(default=None, repr=False)
-    ray_address: str | None = None  # None: a cluster of our own
+    ray_address: str | None = None  # None: start our own cluster
 
     @property
     def usable_cpus(self) -> tuple[int, ...]:
-        """The CPUs that threads may be bound to."""
+        """CPUs that threads may be bound to."""
         return tuple(sorted(self.bind_cpus)) or self.available_cpus
 
     @property
@@ -75,7 +75,7 @@ class Config:
 
 @functools.cache
 def from_environment() -> Config:
-    """The Config that this process was started with, read once."""
+    """Return the Config that this process was started with, read once."""
     return resolve(os.environ, os.sched_getaffinity(0))
 
 
@@ -83,12 +83,12 @@ _in_place: Config | None = None
 
 
 def current() -> Config:
-    """The Config of this process: that of its environment, unless another was put in its place."""
+    """Return the Config of this process: the environment's, unless `use` replaced it."""
     return _in_place or from_environment()
 
 
 def use(settings: Config | None) -> None:
-    """Puts `settings` in place of those of the environment; None: puts these back.
+    """Replace the settings of the environment; None restores them.
 
     For a rank of several, which has its own CPUs. The kernels follow when `ops.native` is loaded, or told to.
     """
@@ -97,7 +97,7 @@ def use(settings: Config | None) -> None:
 
 
 def use_threads(num_threads: int) -> None:
-    """Lets this process and those it starts use so many threads, unless the environment says how many.
+    """Let this process and its children use `num_threads` threads, unless the environment sets the number.
 
     For a process that shares the machine with others like it; before the kernels are loaded.
     """
@@ -106,20 +106,20 @@ def use_threads(num_threads: int) -> None:
 
 
 def prepare_ray(*, is_own: bool) -> None:
-    """Sets what Ray reads from the environment as it is imported, for a cluster of our own or one that runs.
+    """Set the variables that Ray reads when imported, for our own cluster or for a running one.
 
-    What the user has set stays as it is, but for one thing: nothing is reported to Ray's makers.
+    The user's own settings are kept, except that usage reports to Ray's makers are always off.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if not is_own:
         return
     defaults = {
-        # Addresses of this machine alone: the name says otherwise, but on Linux it decides about them too.
+        # Addresses of this machine only: despite its name, the variable also works on Linux.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # A replica of Ray Serve also listens on all addresses. With a token it answers nobody else.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        # Ray runs its workers at 15: any other program on the machine would come before the engines.
+        # Ray runs its workers at niceness 15: any other program on the machine would come before the engines.
         "RAY_worker_niceness": "0",
     }
     os.environ |= {name: value for name, value in defaults.items() if name not in os.environ}
@@ -128,7 +128,7 @@ def prepare_ray(*, is_own: bool) -> None:
 def resolve(
     environment: Mapping[str, str], available_cpus: Collection[int], architecture: str = platform.machine()
 ) -> Config:
-    """The Config that the variables of `environment` describe, checked; ConfigError otherwise."""
+    """Return the Config that the variables of `environment` describe; ConfigError if one is invalid."""
     max_isa = _parse_isa(environment.get("TILEWRIGHT_MAX_ISA"), architecture)
     bind_cpus = parse_cpus("TILEWRIGHT_BIND", environment.get("TILEWRIGHT_BIND", ""), available_cpus)
     num_threads = _parse_num_threads(environment.get("TILEWRIGHT_NUM_THREADS"))
@@ -166,7 +166,7 @@ def _parse_api_keys(text: str) -> tuple[str, ...]:
 
 
 def api_key_fault(key: str) -> str | None:
-    """Why a key cannot be one, without the key itself; None if it can. Whoever reads the docs knows their examples."""
+    """Return what is wrong with a key, without the key itself; None if nothing is. The docs' examples are refused."""
     if _UNEXPANDED.search(key):
         return "looks like the text of a shell, which was not run: put what it prints there"
     if not key or not (key.isascii() and key.isprintable()) or " " in key:
@@ -185,7 +185,7 @@ def _parse_cache_dir(environment: Mapping[str, str]) -> Path | None:
         if not path.is_absolute():
             raise ConfigError(f"TILEWRIGHT_CACHE_DIR is {text!r}, expected a whole path or off")
         return path
-    # The XDG rules: a path that is not whole is as none.
+    # By the XDG rules a relative path counts as unset.
     xdg = environment.get("XDG_CACHE_HOME", "")
     if Path(xdg).is_absolute():
         return Path(xdg, "tilewright")
@@ -214,7 +214,7 @@ def _parse_num_threads(text: str | None) -> int | None:
 
 
 def parse_cpus(name: str, text: str, available_cpus: Collection[int]) -> tuple[int, ...]:
-    """The CPUs of a list such as "0-7,9", in its order, all of them available; none for "". Errors call it `name`."""
+    """Return the CPUs of a list such as "0-7,9", in its order, all available; none for "". `name` is for errors."""
     if not text:
         return ()
     cpus = expand_ranges(text)
@@ -229,7 +229,7 @@ def parse_cpus(name: str, text: str, available_cpus: Collection[int]) -> tuple[i
 
 
 def expand_ranges(text: str) -> list[int] | None:
-    """The numbers that "0-7,9" stands for; None if it is no such list."""
+    """Return the numbers of a list such as "0-7,9"; None if it is malformed."""
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -240,7 +240,7 @@ def expand_ranges(text: str) -> list[int] | None:
 
 
 def format_cpus(cpus: Iterable[int]) -> str:
-    """CPU numbers in the order given, as TILEWRIGHT_BIND takes them: "0-7,9"."""
+    """Return CPU numbers in the given order in the form of TILEWRIGHT_BIND: "0-7,9"."""
     ranges: list[list[int]] = []
     for cpu in cpus:
         if ranges and cpu == ranges[-1][1] + 1:
@@ -251,5 +251,5 @@ def format_cpus(cpus: Iterable[int]) -> str:
 
 
 def name_cpus(cpus: Sequence[int]) -> str:
-    """CPUs as a sentence names them: "CPU 3", "CPUs 0-7,9"."""
+    """Return CPUs in words: "CPU 3", "CPUs 0-7,9"."""
     return f"CPU{'s' * (len(cpus) != 1)} {format_cpus(cpus)}"

@@ -1,4 +1,4 @@
-"""The types that cross stages: requests, what a model reads, what comes out. Imports no torch."""
+"""Types shared by all stages: requests, model inputs, outputs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length", "abort"]
 class RequestError(ValueError):
     """A request that cannot be served as asked; the message names the value and what is allowed.
 
-    `param` is the field that is wrong, where it is known, and `code` OpenAI's name of the fault.
+    `param` is the wrong field, if known, and `code` OpenAI's name of the error.
     """
 
     code: str | None = None
@@ -32,7 +32,7 @@ class RequestError(ValueError):
 
 
 class TransientError(RuntimeError):
-    """A request failed through no fault of its own, and may succeed when it is sent again."""
+    """A request failed for a reason outside it, and may succeed when sent again."""
 
 
 class EngineUnavailable(RuntimeError):
@@ -40,9 +40,9 @@ class EngineUnavailable(RuntimeError):
 
 
 class ContextLengthExceeded(RequestError):
-    """A prompt that is longer than the context; `found` says what it has.
+    """A prompt longer than the context; `found` describes it.
 
-    The message begins with the words of OpenAI's server: litellm and others know the fault by them, not by its code.
+    The message begins like that of OpenAI's server: litellm and others recognise the error by its words, not its code.
     """
 
     code = "context_length_exceeded"
@@ -55,18 +55,18 @@ class ContextLengthExceeded(RequestError):
 
 
 class UnsupportedConfig(ValueError):
-    """A model config with a value that is not supported; names the key, the value and what is."""
+    """A model config with an unsupported value; the message names the key, the value and what is supported."""
 
 
-REASONING_TAGS = ("<think>", "</think>")  # what reasoning models write around their reasoning
+REASONING_TAGS = ("<think>", "</think>")  # around the reasoning of reasoning models
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """The form that the text of an answer must have. Reasoning before it is not constrained."""
+    """The required form of an answer's text. Reasoning before it is not constrained."""
 
     kind: Literal["json_schema", "regex", "lark"]
-    source: str  # the schema as JSON, the regular expression, or the grammar as llguidance reads Lark's form
+    source: str  # the schema as JSON, the regular expression, or the grammar in llguidance's form of Lark
     allows_reasoning: bool = False  # whether reasoning within REASONING_TAGS may come first
     subject: str = ""  # what it was made from, for errors; empty: its kind is named
 
@@ -79,11 +79,11 @@ class Constraint:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen and when to stop, by OpenAI's names. Checked when made."""
+    """Sampling and stopping of an answer, by OpenAI's names. Validated on construction."""
 
-    max_tokens: int | None = None  # None: up to the context's end
+    max_tokens: int | None = None  # None: until the context is full
     min_tokens: int = 0
-    temperature: float = 1.0  # 0: the likeliest token
+    temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     min_p: float = 0.0
@@ -96,13 +96,13 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
-    logprobs: int | None = None  # how many of the best tokens to list beside the chosen one; None: no log-probabilities
+    logprobs: int | None = None  # likeliest tokens to list beside the chosen one; None: no log-probabilities
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
-    voice: str | None = None  # with which the answer is spoken; None: it is not
+    voice: str | None = None  # voice that speaks the answer; None: text only
 
     def __post_init__(self) -> None:
-        """Makes every field what its annotation says, numbers of numpy included: later steps trust them."""
+        """Convert every field to its annotated type, numpy's numbers included: later steps rely on it."""
         checked: dict[str, Any] = {
             name: _number(name, getattr(self, name), *limits) for name, limits in _NUMBERS.items()
         }
@@ -129,7 +129,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Span:
-    """A run of placeholder tokens that rows of a medium's features take the place of."""
+    """A run of placeholder tokens that rows of a medium's features replace."""
 
     start: int
     length: int
@@ -145,7 +145,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Medium:
-    """A medium within a prompt: plain data, no pixels. Its features take the place of its spans' tokens, in order.
+    """A medium within a prompt: plain data, no pixels. Its features replace its spans' tokens, in order.
 
     In models with cross-attention features stay outside as states, which the tokens from its span on attend to.
     """
@@ -154,11 +154,11 @@ class Medium:
     key: bytes  # 16 bytes: a hash of the content and of the preprocessing; the caches' key
     grid: tuple[int, int, int]  # frame groups or tiles, rows and columns of patches, before merging
     spans: tuple[Span, ...]
-    region: Region  # what the encoder reads of it, as long as the ModelInputs it came with live
-    encoder_rows: int  # rows the encoder computes, padding included: what a step's encoder budget counts
-    num_states: int = 0  # encoder states that tokens attend to; 0: features take the place of tokens
+    region: Region  # the encoder's input, valid as long as the medium's ModelInputs
+    encoder_rows: int  # rows the encoder computes, including padding, counted in a step's encoder budget
+    num_states: int = 0  # encoder states that tokens attend to; 0: features replace tokens
     tiling: tuple[int, int] = (1, 1)  # rows and columns of tiles a picture is cut into
-    feature_width: int = 0  # of features that came with the request, in the place of patches; 0: it is to be encoded
+    feature_width: int = 0  # of features that came with the request instead of patches; 0: the medium is to be encoded
 
     @property
     def num_features(self) -> int:
@@ -171,10 +171,10 @@ class ModelInputs:
 
     token_ids: tuple[int, ...]
     positions: np.ndarray  # [A, T] int64: rope positions on each of the model's axes
-    next_position: int  # of the first token after the prompt, on every axis; later ones follow
+    next_position: int  # of the first token after the prompt, on every axis; it increases by one per token
     media: tuple[Medium, ...] = ()
-    allocation: object = None  # holds the media's regions of the media buffer, which are free once it is garbage
-    opens_reasoning: bool = False  # whether it ends inside reasoning, which the answer continues
+    allocation: object = None  # keeps the media's regions of the media buffer; they are freed with it
+    opens_reasoning: bool = False  # whether the prompt ends inside reasoning, which the answer continues
 
 
 @dataclass(frozen=True)
@@ -189,12 +189,12 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds, from the moment the request was submitted."""
+    """Seconds since the request was submitted."""
 
     queued_s: float  # until its first step
     first_token_s: float
     total_s: float
-    # Weights, keys and values read by the engine's steps after the first token, per second in them; None: no such step.
+    # Bytes per second of weights, keys and values read by steps after the first token; None: no such step.
     decode_bytes_per_s: float | None = None
 
 
@@ -202,8 +202,8 @@ class Timings:
 class Delta:
     """What one step added to one answer.
 
-    Every kind of output is a field of its own, empty where the step added none: text is, too, where tokens complete no
-    character. Readers take what is there, so that a step which adds sound alone is a Delta like any other.
+    Every kind of output has its own field, empty if the step added none: text is empty, too, if tokens complete no
+    character. Readers use the fields that are set, so that a step which only adds sound is a Delta like any other.
     """
 
     index: int  # which of the request's n answers
@@ -211,7 +211,7 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
-    audio: np.ndarray | None = None  # fp32 samples [n], at the rate that the Completion has
+    audio: np.ndarray | None = None  # fp32 samples [n], at the Completion's rate
 
 
 @dataclass(frozen=True)
@@ -225,17 +225,17 @@ class Completion:
     num_cached_tokens: int  # of the prompt, found in the prefix cache
     timings: Timings
     logprobs: tuple[TokenLogprob, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # the first token has none
-    audio: np.ndarray | None = None  # of an answer that was spoken, fp32 samples [n]
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # None for the first token
+    audio: np.ndarray | None = None  # of a spoken answer, fp32 samples [n]
     audio_rate: int | None = None  # samples per second
 
 
-Message = Mapping[str, object]  # as OpenAI's: role, content (text or parts), tool_calls, ...
+Message = Mapping[str, object]  # as in OpenAI's API: role, content (text or parts), tool_calls, ...
 Messages = Sequence[Message]
 
 
 _MAX_INT32, _MAX_INT64 = 2**31 - 1, 2**63 - 1
-# A step compares each of them for every token of the answer.
+# A step compares each with every token of the answer.
 MAX_STOPS = 256
 MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 4096
@@ -259,18 +259,18 @@ _INTEGERS_OR_NONE = {
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
-    """The value as a float within limits; text and booleans are refused."""
+    """Return the value as a float within limits; text and booleans are refused."""
     try:
         number = math.nan if isinstance(value, bool | np.bool_ | str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not low <= number <= high:  # so written that NaN fails too
+    if not low <= number <= high:  # in this form NaN fails too
         raise RequestError(f"{name} is {_shown(value)}, expected a number from {low:g} to {high:g}")
     return number
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
-    """The value as an int within limits, from any integer type; booleans are refused."""
+    """Return the value as an int within limits, from any integer type; booleans are refused."""
     try:
         integer = None if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
@@ -281,7 +281,7 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def _items(name: str, value: Any) -> tuple[Any, ...]:
-    """The items of a list that is no longer than a request's may be."""
+    """Return the items of a list of at most MAX_STOPS entries."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise RequestError(f"{name} is {_shown(value)}, expected a list")
     items = tuple(itertools.islice(value, MAX_STOPS + 1))
@@ -316,7 +316,7 @@ def _biases(value: Any) -> dict[int, float]:
 
 
 def _shown(value: object) -> str:
-    """A value as a message shows it: some have no text (an int of 5,000 digits), others too much of it."""
+    """Return a value's text for a message: some have none (an int of 5,000 digits), others too much."""
     try:
         return f"{value!r:.100}"
     except Exception:

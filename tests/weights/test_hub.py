@@ -103,6 +103,6 @@ def test_failures_say_what_to_do(hub, error, message):
 )
 def test_what_is_no_hub_id_is_never_asked_for(hub, model):
     assert not is_hub_id(model)
-    with pytest.raises(CheckpointError, match=r"does not exist|is missing|is no model"):
+    with pytest.raises(CheckpointError, match=r"does not exist|is missing|is not a model"):
         open_checkpoint(model)
     assert hub.calls == []

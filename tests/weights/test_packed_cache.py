@@ -313,7 +313,7 @@ def test_a_folder_that_cannot_be_made_is_a_warning(start, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         model, report = start()
     assert not report.from_cache and torch.equal(model[1].value, TENSORS["norm"])
-    assert "are not kept in" in caplog.text
+    assert "are not cached in" in caplog.text
 
 
 def test_a_writer_that_dies_leaves_no_entry(start, tmp_path, monkeypatch):
@@ -466,7 +466,7 @@ def test_a_cache_folder_of_another_user(make_checkpoint):
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 and done.stdout == "packed\n" * len(modes), done.stderr
         for path, warning, mode in zip(caches, done.stderr.splitlines(), modes, strict=True):
-            assert f"packed weights are not kept in {path} (" in warning
+            assert f"packed weights are not cached in {path} (" in warning
             assert "Permission denied" in warning or "Operation not permitted" in warning
             assert ("nor read from there" in warning) == (mode != 0o700)
         assert [os.listdir(path) for path in caches] == before

@@ -1,24 +1,23 @@
 """The pack cache: packed weights on disk, so that a second start maps a file instead of packing a checkpoint again.
 
-An entry is one file: the tensors, each on a boundary of 4 KiB; a JSON header that says how the values are made of them,
-with a checksum of each MiB; a footer with the header's place and SHA-256. It is written under another name and takes
-its own only when all of it is on disk, so that one that was cut off is never seen; a file without its footer, or whose
-header was changed, is no entry either. Its name is made of what it must match: the checkpoint's fingerprint, the dtype,
-the format of packed weights (values, groups, layout) and the recipe of every weight. Whatever changes, the file is
-simply not found.
+An entry is one file: the tensors, each on a boundary of 4 KiB; a JSON header that describes how the values are made of
+them, with a checksum of each MiB; a footer with the header's offset and SHA-256. It is written under another name and
+renamed when all of it is on disk, so that an incomplete one is never seen; a file without its footer, or with a changed
+header, is no entry either. Its name is a hash of what it must match: the checkpoint's fingerprint, the dtype, the
+format of packed weights (values, groups, layout) and the recipe of every weight. Whatever changes, the file is simply
+not found.
 
-A byte may flip on the disk later, which would make every answer wrong without a word. A start compares a random sample
-of the checksums, which is all of a small model; `EntryCheck`, a thread of the lowest priority, compares the whole at
-200 MB/s while the model answers: a model of 40 GB is through after three and a half minutes, and takes a ninth of a
-core that nobody else wants, and 1 % of the memory's bandwidth. CRC-32 finds every change of up to 32 bits in a row and
-takes 0.6 s per GB of one core (zlib: 1.8 GB/s, BLAKE2b 0.42, SHA-256 0.27, same machine, same run): damage is to be
-found, not malice.
+A byte may flip on the disk later, which would silently make every answer wrong. A start compares a random sample of the
+checksums, which is all of a small model; `EntryCheck`, a thread of the lowest priority, compares the whole file at 200
+MB/s while the model answers: a model of 40 GB takes three and a half minutes, a ninth of an otherwise idle core, and 1
+% of the memory's bandwidth. CRC-32 finds every change of up to 32 consecutive bits and takes 0.6 s per GB on one core
+(zlib: 1.8 GB/s, BLAKE2b 0.42, SHA-256 0.27, same machine, same run): it should find damage, not malice.
 
 Entries are mapped, not read: the pages are the system's file cache, so a second start takes no time and two processes
 share one copy. Decode is as fast from them: over 400 MB of weights one thread read 18.1 GB/s from mapped pages (18.2
-with both pieces of advice that `_populate` gives), 17.7 from anonymous huge ones and 18.1 from a file read into huge
-ones, which took 1.6 s per GB to open instead of 0.001 (interleaved, per second of CPU time, best of 40, on a busy
-machine: differences under 3 % mean nothing).
+with both madvise calls of `_populate`), 17.7 from anonymous huge ones and 18.1 from a file read into huge ones, which
+took 1.6 s per GB to open instead of 0.001 (interleaved, per second of CPU time, best of 40, on a busy machine:
+differences under 3 % mean nothing).
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ from tilewright.weights.safetensors import MappedFile
 from tilewright.weights.spec import Weight
 from tilewright.weights.values import ValueEncoder, decode
 
-BLOCK_BYTES = 1 << 20  # 0.6 ms each, so that whoever needs the core soon has it; 450 kB of JSON for 40 GB
+BLOCK_BYTES = 1 << 20  # 0.6 ms each, so that another thread soon gets the core; 450 kB of JSON for 40 GB
 
 
 class ChecksummedWriter:
-    """Writes data to a file in order, and notes the checksum of each block of them."""
+    """Writes data to a file in order, and computes the checksum of each block."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -63,7 +62,7 @@ class ChecksummedWriter:
         self.checksums: list[int] = []
 
     def pad_to(self, offset: int) -> None:
-        """Zeros up to `offset`."""
+        """Write zeros up to `offset`."""
         self.write(memoryview(bytes(offset - self.size_bytes)))
 
     def write(self, data: memoryview) -> None:
@@ -80,14 +79,14 @@ class ChecksummedWriter:
 
 @dataclass(frozen=True)
 class ChecksummedData:
-    """The first `size_bytes` of a mapped file, and the checksum that each block of them must have."""
+    """The first `size_bytes` of a mapped file, with the checksum of each block as written."""
 
     file: MappedFile
     size_bytes: int
     checksums: Sequence[int]
 
     def first_damaged(self, blocks: Iterable[int]) -> int | None:
-        """The first of `blocks` that is not as it was written; None: all are."""
+        """Return the first of `blocks` that differs from what was written, or None."""
         memory = memoryview(self.file.memory)
         for block in blocks:
             begin = block * BLOCK_BYTES
@@ -96,18 +95,18 @@ class ChecksummedData:
         return None
 
 
-# Counted up when the bytes of a packed weight (csrc/base/tile.h), the fields of its classes or this format change.
+# Incremented when the bytes of a packed weight (csrc/base/tile.h), the fields of its classes or this format change.
 LAYOUT_VERSION = 6
 
 SUFFIX = ".packed"
-MAX_ENTRIES = 12  # the ones used last stay; each is as large as its model, or a component of a pipeline
+MAX_ENTRIES = 12  # the most recently used are kept; each is as large as its model, or a component of a pipeline
 MIN_FREE_BYTES = 1 << 30  # left on the disk after an entry is written: a full home directory breaks other things
 SAMPLE_BLOCKS = 64  # compared at each start: 64 MiB, 40 ms
-ABANDONED_S = 3600.0  # a .partial file that nobody wrote to for so long was left by a process that died
+ABANDONED_S = 3600.0  # a .partial file not written to for this long was left by a process that died
 
 _MARK = b"tilewpk\x01"
 _DIGEST_BYTES = 32
-_FOOTER_BYTES = len(_MARK) + 8 + _DIGEST_BYTES  # mark, where the header begins, its digest
+_FOOTER_BYTES = len(_MARK) + 8 + _DIGEST_BYTES  # mark, offset of the header, its digest
 _CHUNK_BYTES = 64 << 20
 MAX_HEADER_BYTES = 100_000_000  # a model of 1 TB has 20 MB of checksums
 _POPULATE_READ = 22  # Linux 5.14's MADV_POPULATE_READ, which Python does not name
@@ -116,7 +115,7 @@ _log = logging.getLogger(__name__)
 
 
 class _NoEntryError(Exception):
-    """Why a file is no entry."""
+    """A file is not a valid entry; the message says why."""
 
 
 class PackedCache:
@@ -131,23 +130,23 @@ class PackedCache:
         dtype: torch.dtype,
         recipe: str,
     ) -> None:
-        """`checkpoint` is where it lies, `fingerprint` its state, `recipe` what else the values depend on."""
+        """Take the path of the `checkpoint`, the `fingerprint` of its state, and a `recipe` of all other inputs."""
         self._folder = folder
         self._weights = weights
         recipes = (weight.recipe for weight in weights)
-        # Plain tensors follow from the dtype, packed ones from the format that this level packs it as.
+        # Plain tensors depend on the dtype, packed ones on the format in which this ISA level packs it.
         self._key = _key(fingerprint, str(dtype), repr(weight_format(dtype)), recipe, *recipes)
-        # Two parts to find by what took this one's place: same checkpoint, other state of it.
+        # Two parts, so that older states of the same checkpoint can be found.
         self._checkpoint = hashlib.sha256(os.fsencode(checkpoint.resolve())).hexdigest()[:16]
         self._state = _key(fingerprint)[:16]
         self.path = folder / f"{self._checkpoint}-{self._state}-{self._key[:16]}{SUFFIX}"
-        self._why_unused: str | None = None  # why `restore` could use no entry, though there is a file
-        self.unchecked: ChecksummedData | None = None  # what `restore` mapped and has compared a sample of only
+        self._why_unused: str | None = None  # why `restore` could not use the file
+        self.unchecked: ChecksummedData | None = None  # mapped by `restore`, compared only in part
 
     def restore(self, on_bytes: Callable[[int], object], is_streamed: bool = False) -> bool:
-        """Gives every weight its value from the entry; False, and nothing is changed, if there is none to use.
+        """Give every weight its value from the entry; return False and change nothing if there is none to use.
 
-        `on_bytes` is called as the file comes into memory; `is_streamed`: it does not, until layers are used.
+        `on_bytes` is called as the file is read into memory; `is_streamed`: it is read only as layers are used.
         """
         try:
             values = self._read(on_bytes, is_streamed)
@@ -157,15 +156,15 @@ class PackedCache:
         for weight, value in zip(self._weights, values, strict=True):
             weight.restore(value)
         try:
-            os.utime(self.path)  # used last, so kept longest
+            os.utime(self.path)  # marks it as the most recently used
         except OSError as error:
             _log.debug("the time of %s stays as it is: %s", self.path, error)
         return True
 
     def stored_bytes(self) -> int | None:
-        """The size of the entry's file; None: there is none, or something else stands there.
+        """Return the size of the entry's file; None if there is none, or something else has its name.
 
-        What hides it, a folder of another user say, `store` meets too: one warning is enough.
+        `store` meets the same obstacle, such as another user's folder: one warning is enough.
         """
         try:
             status = os.stat(self.path)
@@ -181,10 +180,10 @@ class PackedCache:
         if not is_streamed:
             _populate(data.file, on_bytes)
         num_blocks = len(data.checksums)
-        # Other blocks at each start: short runs, which end before a whole check does, find damage too, in the end.
+        # Other blocks at each start: short runs, which end before a full check, also find damage in the end.
         _compare(data, random.sample(range(num_blocks), min(num_blocks, SAMPLE_BLOCKS)))
         if is_streamed:
-            data.file.release(0, data.file.size_bytes)  # a check of all of it would read what was let go again
+            data.file.release(0, data.file.size_bytes)  # a full check would read again what was released
         else:
             self.unchecked = data if num_blocks > SAMPLE_BLOCKS else None
         try:
@@ -193,7 +192,7 @@ class PackedCache:
             raise _NoEntryError(f"its header describes no weights: {error!r}") from error
 
     def store(self) -> None:
-        """Writes the weights' values as the entry, and removes what it takes the place of; a warning if it cannot."""
+        """Write the weights' values as the entry, and remove the entries it replaces; log a warning if it cannot."""
         encoder = ValueEncoder()
         values = [encoder.encode(weight.value) for weight in self._weights]
         try:
@@ -203,7 +202,7 @@ class PackedCache:
         except OSError as error:
             unused = "" if self._why_unused is None else f", nor read from there ({self._why_unused})"
             _log.warning(
-                "packed weights are not kept in %s (%s)%s, so the next start packs them again: TILEWRIGHT_CACHE_DIR "
+                "packed weights are not cached in %s (%s)%s, so the next start packs them again: TILEWRIGHT_CACHE_DIR "
                 "names another folder, or off",
                 self._folder,
                 error.strerror or error,
@@ -238,11 +237,11 @@ class PackedCache:
             with contextlib.suppress(OSError):
                 Path(temporary).unlink()
             raise
-        with contextlib.suppress(OSError):  # the file is there, if perhaps not after a power failure
+        with contextlib.suppress(OSError):  # the entry exists, though perhaps not after a power failure
             _sync_folder(self._folder)
 
     def _remove_old(self) -> None:
-        """Removes older states of this checkpoint, what was used longest ago beyond MAX_ENTRIES, and remains."""
+        """Remove older states of this checkpoint, the least recently used entries beyond MAX_ENTRIES, and leftovers."""
         times_ns = _times_ns(self._folder, SUFFIX)
         times_ns.pop(self.path, None)
         stale = [path for path in times_ns if self._is_older_state(path)]
@@ -254,7 +253,7 @@ class PackedCache:
             _log.info("removing %s", path)
             try:
                 path.unlink(missing_ok=True)
-            except OSError as error:  # another user's, in a folder for all
+            except OSError as error:  # another user's, in a shared folder
                 _log.debug("%s stays: %s", path, error)
 
     def _is_older_state(self, path: Path) -> bool:
@@ -263,13 +262,13 @@ class PackedCache:
 
 
 def entries(folder: Path) -> list[Path]:
-    """The files of all models, those used last first."""
+    """Return the files of all models, the most recently used first."""
     times_ns = _times_ns(folder, SUFFIX)
     return sorted(times_ns, key=lambda path: times_ns[path], reverse=True)
 
 
 def _times_ns(folder: Path, suffix: str) -> dict[Path, int]:
-    """When the files of a folder were written that end so; without those that are removed meanwhile."""
+    """Return when the files with this suffix were written, without those that are removed meanwhile."""
     times_ns = {}
     for path in folder.glob(f"*{suffix}"):
         with contextlib.suppress(OSError):
@@ -278,7 +277,7 @@ def _times_ns(folder: Path, suffix: str) -> dict[Path, int]:
 
 
 def find_damage(path: Path) -> str | None:
-    """Why a file is no entry, or what of it was changed; None: all of it is as it was written. Reads all of it."""
+    """Return why a file is no entry, or where it was changed; None if it is as written. Reads all of it."""
     try:
         data = _open(path)[1]
         _compare(data, range(len(data.checksums)))
@@ -288,11 +287,11 @@ def find_damage(path: Path) -> str | None:
 
 
 def _open(path: Path) -> tuple[dict, ChecksummedData]:
-    """An entry's header, and its data mapped but not read."""
+    """Return an entry's header, and its data mapped but not read."""
     file = MappedFile(path)
     footer = file.memory[max(file.size_bytes - _FOOTER_BYTES, 0) :]
     if len(footer) < _FOOTER_BYTES or not footer.startswith(_MARK):
-        raise _NoEntryError("it does not end as a whole file does")
+        raise _NoEntryError("its footer is missing: it is incomplete")
     header_begin = int.from_bytes(footer[len(_MARK) : -_DIGEST_BYTES], "little")
     if file.size_bytes - header_begin > MAX_HEADER_BYTES:
         raise _NoEntryError(f"its header has {file.size_bytes - header_begin} bytes, the limit is {MAX_HEADER_BYTES}")
@@ -303,9 +302,9 @@ def _open(path: Path) -> tuple[dict, ChecksummedData]:
         entry = json.loads(header)
         is_whole = entry["data_bytes"] == header_begin
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise _NoEntryError(f"its header is no entry's: {error!r}") from error
+        raise _NoEntryError(f"its header is not valid: {error!r}") from error
     if not is_whole:
-        raise _NoEntryError("it has data of another length")
+        raise _NoEntryError("its header states another data length")
     if "checksums" not in entry:
         raise _NoEntryError("it has no checksums: another version wrote it")
     return entry, ChecksummedData(file, header_begin, entry["checksums"])
@@ -319,7 +318,7 @@ def _compare(data: ChecksummedData, blocks: Iterable[int]) -> None:
 
 
 def _key(*parts: str) -> str:
-    """A name for what the bytes of an entry depend on: the version of this format, and `parts`."""
+    """Return a name for what an entry's bytes depend on: the version of this format, and `parts`."""
     return hashlib.sha256("\n".join([str(LAYOUT_VERSION), *parts]).encode()).hexdigest()
 
 
@@ -330,7 +329,7 @@ def _write_tensor(writer: ChecksummedWriter, tensor: Tensor) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Puts the new name on disk too."""
+    """Sync the folder, so that the new name is on disk too."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -339,10 +338,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _populate(file: MappedFile, on_bytes: Callable[[int], object]) -> None:
-    """Brings the file into memory, in huge pages where the file system has them, so that no token waits for a page.
+    """Read the file into memory, in huge pages if the file system has them, so that no token waits for a page.
 
-    A file larger than the free memory would push its own beginning out again: it is read as it is used, front to back,
-    ahead of where it is read and dropped behind it.
+    A file larger than the free memory would evict its own beginning: it is read ahead as it is used, front to back.
     """
     if file.size_bytes > memory.available_bytes():
         file.memory.madvise(mmap.MADV_SEQUENTIAL)
@@ -356,7 +354,7 @@ def _populate(file: MappedFile, on_bytes: Callable[[int], object]) -> None:
     advice = _POPULATE_READ
     try:
         file.memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as error:  # a system built without them
+    except OSError as error:  # a kernel without huge pages
         _log.debug("%s is mapped in small pages: %s", file.path, error)
     for begin in range(0, file.size_bytes, _CHUNK_BYTES):
         length = min(_CHUNK_BYTES, file.size_bytes - begin)
@@ -365,7 +363,7 @@ def _populate(file: MappedFile, on_bytes: Callable[[int], object]) -> None:
         except OSError as error:
             if advice == mmap.MADV_WILLNEED:
                 raise _NoEntryError(f"it cannot be read: {error}") from error
-            advice = mmap.MADV_WILLNEED  # a system older than 5.14: pages come when they are touched
+            advice = mmap.MADV_WILLNEED  # before Linux 5.14: pages are read when touched
             _log.debug("%s is read ahead only: %s", file.path, error)
         on_bytes(length)
 
@@ -375,12 +373,15 @@ _LOWEST_PRIORITY = 19
 
 
 class DamagedEntryError(RuntimeError):
-    """Weights in use are not those that were packed. Their file is removed: the next start packs them anew."""
+    """Weights in use differ from those that were packed. Their file is removed: the next start packs them again."""
 
 
 class EntryCheck:
-    """The thread that reads an entry through. On damage it removes the file, calls `on_damage`, and raises the error:
-    a process that ends with its threads (the server's engine) is started again, and packs anew."""
+    """A thread that compares a whole entry with its checksums.
+
+    On damage it removes the file, calls `on_damage`, and raises the error: a process that ends with its threads (the
+    server's engine) is restarted, and packs again.
+    """
 
     def __init__(
         self, data: ChecksummedData, on_damage: Callable[[DamagedEntryError], object] = lambda error: None
@@ -392,16 +393,16 @@ class EntryCheck:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the check, wherever it is."""
+        """End the check, complete or not."""
         self._is_closing.set()
         self._thread.join()
 
     def join(self) -> None:
-        """Waits until all is read."""
+        """Wait until all is compared."""
         self._thread.join()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # a system that does not allow it: the pauses alone keep it slow
+        with contextlib.suppress(OSError):  # not permitted: then only the pauses keep it slow
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         for block in range(len(self._data.checksums)):
             if self._data.first_damaged([block]) is not None:
@@ -418,7 +419,7 @@ class EntryCheck:
             "process may be wrong. The file is removed; the next start packs the weights anew"
         )
         _log.error("%s", error)
-        with contextlib.suppress(OSError):  # read-only: the next start's check finds it again
+        with contextlib.suppress(OSError):  # a read-only folder: the next start's check finds the damage again
             path.unlink()
         self._on_damage(error)
         raise error

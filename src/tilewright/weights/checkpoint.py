@@ -1,4 +1,4 @@
-"""A checkpoint, whatever its format: a config as Hugging Face's config.json, and tensors by their names there."""
+"""The interface of all checkpoint formats: a config like Hugging Face's config.json, and tensors by their names."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
 
 
 class Checkpoint(Protocol):
-    """What loading asks of a checkpoint. Opening one reads headers only."""
+    """A checkpoint to load. Opening one reads headers only."""
 
     path: Path  # the folder or the GGUF file
-    config: dict  # as config.json, without what is null there
+    config: dict  # as config.json, without null entries
     shapes: Mapping[str, tuple[int, ...]]
-    fingerprint: str  # differs when any file's name, size, time or header does
+    fingerprint: str  # changes with any file's name, size, time or header
     files: Path | None  # the folder with tokenizer and templates; None: tokenizer_metadata has them
     tokenizer_metadata: Mapping[str, object] | None  # a GGUF file's tokenizer.* keys
-    missing: str | None  # what a request with a picture is told: the file that the model sees with and that is not here
+    missing: str | None  # the missing file of a model that could see, as the error for pictures names it
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type `read` gives."""
+        """Return the type of what `read` returns."""
 
     def size_bytes(self, name: str) -> int:
-        """What the tensor takes in the file."""
+        """Return the tensor's size in the file."""
 
     def read(self, name: str) -> Tensor:
-        """The tensor, in place where the format allows; not to be written to."""
+        """Return the tensor, read-only, as a view if the format allows."""
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
-        """Rows [begin, end) of its first axis, in place where the format allows."""
+        """Return rows [begin, end) of its first axis, as a view if the format allows."""
 
     def quantized_as(self, name: str) -> tuple[str, int] | None:
-        """The format that has a tensor's own quants (`ops.packed.weight_format`); None: `rows` has all there is."""
+        """Return the format of a tensor's own quants (`ops.packed.weight_format`); None if `rows` is exact."""
 
     def quantized_rows(self, name: str, begin: int, end: int) -> Quantized:
         """Return rows [begin, end) as those quants."""
 
     def release(self, name: str) -> None:
-        """Gives back the memory of what was read of it; what `read` and `rows` gave stays valid."""
+        """Release the memory of the tensor's pages; results of `read` and `rows` stay valid."""
 
 
 def open_checkpoint(model: str | Path, mmproj: str | Path | None = None) -> Checkpoint:
-    """The checkpoint in a folder or a .gguf file, or what a hub id such as "org/name" downloads to.
+    """Open the checkpoint in a folder, a .gguf file, or the download of a hub id such as "org/name".
 
-    `mmproj`: the projector of a .gguf file, for pictures; "none": text alone; None: the one beside it that fits.
+    `mmproj`: the projector of a .gguf file, for pictures; "none": text only; None: the fitting one beside the file.
     """
     path = local_path(model)
     if not path.is_dir():
@@ -68,7 +68,7 @@ def open_checkpoint(model: str | Path, mmproj: str | Path | None = None) -> Chec
 
 
 def local_path(model: str | Path) -> Path:
-    """The folder or the .gguf file that `model` names, downloaded if it is a hub id."""
+    """Return the folder or the .gguf file that `model` names, downloaded if it is a hub id."""
     path = hub.find(model)
     if path is None:
         return hub.download(str(model))
@@ -78,4 +78,4 @@ def local_path(model: str | Path) -> Path:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     if is_folder or path.suffix == ".gguf":
         return path
-    raise CheckpointError(f"{path} is no model: expected a folder, a .gguf file or a hub id")
+    raise CheckpointError(f"{path} is not a model: expected a folder, a .gguf file or a hub id")

@@ -1,4 +1,4 @@
-"""Weights that are packed for the convolution kernels, and weights that are kept as plain tensors."""
+"""Weights that are packed for the convolution kernels, and weights that stay plain tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from tilewright.weights.spec import Reader, Shard, Weight, WeightSource
 
 
 class ConvWeight(Weight[PackedConv]):
-    """A convolution [O, C, *kernel] with a bias [O], its taps side by side as one product; one axis is that of rows."""
+    """A convolution [O, C, *kernel] with bias [O], its taps concatenated into one product.
+
+    A kernel of one axis is along rows.
+    """
 
     def __init__(self, name: str, out_channels: int, in_channels: int, kernel: tuple[int, ...]) -> None:
         shape = (out_channels, in_channels, *kernel)
@@ -30,10 +33,10 @@ class ConvWeight(Weight[PackedConv]):
 
 
 class TransposedConvWeight(Weight[PackedConv]):
-    """A transposed convolution over time [C, O, taps * stride] with a bias [O], as one to stride * O channels.
+    """A transposed convolution over time [C, O, taps * stride] with bias [O], as a convolution to stride * O channels.
 
-    What comes out at a place are the `stride` rows of the result that begin there: row r of place t is the sum over i
-    of x[t - i] times the weight at i * stride + r.
+    The result at row t are the `stride` output rows that begin there: output row r of t is the sum over i of x[t - i]
+    times the weight at i * stride + r.
     """
 
     def __init__(self, name: str, in_channels: int, out_channels: int, taps: int, stride: int) -> None:
@@ -50,7 +53,7 @@ class TransposedConvWeight(Weight[PackedConv]):
 
 
 class UpsampleWeight(Weight[PackedUpsample]):
-    """A convolution [O, C, 3, 3] with a bias [O] that reads a picture twice as high and wide, every pixel repeated."""
+    """A convolution [O, C, 3, 3] with bias [O] of a picture upsampled by two, every pixel repeated."""
 
     def __init__(self, name: str, out_channels: int, in_channels: int) -> None:
         shape = (out_channels, in_channels, 3, 3)
@@ -64,8 +67,8 @@ class UpsampleWeight(Weight[PackedUpsample]):
 class Unpacked(Weight[Tensor]):
     """A tensor as it is: norms, position tables, an embedding table that is not tied.
 
-    `in_fp32`: in fp32 whatever the model is in, for the few values that steer many. `shard` is what this rank has of
-    the first axis.
+    `in_fp32`: in fp32 whatever the model's type, for few values with large effects. `shard` is this rank's part of the
+    first axis.
     """
 
     def __init__(self, name: str, *shape: int, in_fp32: bool = False, shard: Shard | None = None) -> None:
@@ -88,9 +91,9 @@ class Unpacked(Weight[Tensor]):
 
 
 class ConvTaps(Weight[Tensor]):
-    """A convolution over time of each channel for itself, [C, 1, W] in the checkpoint, as [W, C].
+    """A depthwise convolution over time, [C, 1, W] in the checkpoint, as [W, C].
 
-    `shard` are the channels that this rank has.
+    `shard` are this rank's channels.
     """
 
     def __init__(self, name: str, channels: int, taps: int, shard: Shard | None = None) -> None:
@@ -101,7 +104,7 @@ class ConvTaps(Weight[Tensor]):
 
 
 class SnakeWaves(Weight[tuple[Tensor, Tensor]]):
-    """a and 1 / b of each channel, fp32 whatever the model is in; the checkpoint has log a and log b."""
+    """a and 1 / b of each channel, fp32 whatever the model's type; the checkpoint has log a and log b."""
 
     EPS = 1e-9  # keeps b from 0
 

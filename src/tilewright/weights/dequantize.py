@@ -1,8 +1,8 @@
-"""GGUF's blocks of quantised weights as fp32.
+"""Decodes GGUF's blocks of quantised weights to fp32.
 
-Every format cuts a row into blocks of 32 or 256 elements, each with its own scale. Nibbles are stored so that the low
-ones of a run of bytes come first and the high ones after them. d and m are fp16; products and sums here are fp32, in
-the order of the format's own reference, so that results are the same to the bit.
+Every format cuts a row into blocks of 32 or 256 elements, each with its own scale. Of a run of bytes, the low nibbles
+come first and the high ones after them. d and m are fp16; products and sums are fp32, in the order of the format's own
+reference, so that results are equal to the bit.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from tilewright import config
 from tilewright.ops.quantized import TABLES
 
-# What torch works on without its own threads, and what stays in L2: each chunk is one thread's. A barrier per torch
-# operation over whole rows took 20 times as long on a machine that others used too.
+# Elements per chunk: they stay in L2, and torch uses no threads of its own for them. One barrier per torch operation
+# over whole rows took 20 times as long on a shared machine.
 _CHUNK_ELEMENTS = 32768
 
 
 @dataclass(frozen=True)
 class GgufFormat:
-    """How a tensor type of GGUF is stored, and what turns its bytes into numbers."""
+    """Storage of one of GGUF's tensor types, and its decoder."""
 
     name: str
     block_elements: int
@@ -40,13 +40,13 @@ class GgufFormat:
 
 
 def dequantize(data: Tensor, quantization: GgufFormat, num_columns: int) -> Tensor:
-    """Rows [R, num_columns] from uint8 [R * row bytes]; a view where the type needs no decoding."""
+    """Return rows [R, num_columns] from uint8 [R * row bytes]; a view if the type needs no decoding."""
     if quantization.decode is None:
         return data.view(quantization.dtype).view(-1, num_columns)
     blocks = data.view(-1, quantization.block_bytes)
     out = torch.empty(len(blocks), quantization.block_elements)
     step = _CHUNK_ELEMENTS // quantization.block_elements
-    # Consumed, so that an error in a chunk is raised here.
+    # The results are read, so that a chunk's error is raised here.
     list(_workers().map(quantization.decode, blocks.split(step), out.split(step)))
     return out.view(-1, num_columns)
 
@@ -57,18 +57,18 @@ def _workers() -> ThreadPoolExecutor:
 
 
 def half(blocks: Tensor, offset: int) -> Tensor:
-    """The fp16 at byte `offset` of each block, as fp32 [B, 1]."""
+    """Return the fp16 at byte `offset` of each block, as fp32 [B, 1]."""
     return blocks[:, offset : offset + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(quants: Tensor, out: Tensor) -> None:
-    """out [B, 2, n] = low, then high nibbles of quants [B, n]."""
+    """Write the low, then the high nibbles of quants [B, n] to out [B, 2, n]."""
     out[:, 0] = quants & 15
     out[:, 1] = quants >> 4
 
 
 def _add_fifth_bits(blocks: Tensor, offset: int, out: Tensor) -> None:
-    """Adds 16 to the elements of out [B, 32] whose bit is set in the 32 bits at `offset`."""
+    """Add 16 to the elements of out [B, 32] whose bit is set in the 32 bits at `offset`."""
     words = blocks[:, offset : offset + 4].contiguous().view(torch.int32)
     out.add_(words >> torch.arange(32, dtype=torch.int32) & 1, alpha=16)
 
@@ -100,7 +100,7 @@ def _q5_1(blocks: Tensor, out: Tensor) -> None:
 
 
 def scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """d * scale and dmin * minimum [B, 8, 1] of Q4_K and Q5_K: eight pairs of 6 bits in the 12 bytes from byte 4 on.
+    """Return d * scale and dmin * minimum [B, 8, 1] of Q4_K and Q5_K: eight pairs of 6 bits in 12 bytes from byte 4 on.
 
     The first four pairs are the low 6 bits of bytes 0-3 and 4-7. The last four have their low 4 bits in bytes 8-11,
     scale in the low nibble and minimum in the high one, and their high 2 bits on top of bytes 0-3 and 4-7.
@@ -120,7 +120,7 @@ def _q4_k(blocks: Tensor, out: Tensor) -> None:
 def _q5_k(blocks: Tensor, out: Tensor) -> None:
     scales, minima = scales_and_minima(blocks)
     _nibbles(blocks[:, 48:].reshape(-1, 32), out.view(-1, 2, 32))
-    # Bit j of byte l is the fifth of element l of the j-th group of 32.
+    # Bit j of byte l is the fifth bit of element l of the j-th group of 32.
     bits = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
     out.view(-1, 8, 32).add_(bits, alpha=16).mul_(scales).sub_(minima)
 
@@ -135,7 +135,7 @@ def _q6_k(blocks: Tensor, out: Tensor) -> None:
 
 
 def power_of_two(blocks: Tensor) -> Tensor:
-    """The scale of MXFP4's doubled numbers, fp32 [B, 1]: its first byte e says 2^(e - 127), and half of that is it."""
+    """Return the scale of MXFP4's doubled values, fp32 [B, 1]: half of 2^(e - 127), where e is the first byte."""
     return torch.exp2(blocks[:, :1].float() - 128)
 
 

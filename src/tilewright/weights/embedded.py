@@ -1,7 +1,7 @@
 """The models of the distribution tilewright-tiny, for users who name none. Imports no torch.
 
-`tiny_vl/` looks at pictures and answers, `tiny_omni/` hears and speaks, `tiny_draw/` makes pictures. Each is a
-checkpoint folder as any other and is loaded by the same code; docs/embedded.md tells what they can do.
+`tiny_vl/` answers questions about pictures, `tiny_omni/` hears and speaks, `tiny_draw/` makes pictures. Each is an
+ordinary checkpoint folder, loaded by the same code; docs/embedded.md describes what they can do.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _ENTRY_POINTS = "tilewright.embedded"
 
 @dataclass(frozen=True)
 class Embedded:
-    name: str  # for users, who may give it wherever a model is named
+    name: str  # for users: accepted wherever a model is named
     abilities: str
-    file: str  # that is there if the model is
-    others: str  # what another model may be
+    file: str  # exists if the model is installed
+    others: str  # accepted names of other models
 
     @property
     def notice(self) -> str:
@@ -52,20 +52,20 @@ MODEL_NAME, OMNI_NAME, DRAWING_NAME = (MODELS[key].name for key in ("tiny_vl", "
 
 @cache
 def _home() -> Path | None:
-    """The folder that tilewright-tiny announces, or None where it is not installed."""
+    """Return the folder that tilewright-tiny announces, or None if it is not installed."""
     found = next(iter(metadata.entry_points(group=_ENTRY_POINTS)), None)
     return None if found is None else Path(found.load())
 
 
 @cache
 def _folders() -> dict[str, Path]:
-    """The folder of each embedded model, by its key."""
+    """Return the folder of each embedded model, by its key."""
     home = _home()
     return {} if home is None else {key: home / key for key in MODELS}
 
 
 def path(key: str = "tiny_vl") -> Path:
-    """The folder of an embedded model; RequestError where it is not installed."""
+    """Return the folder of an embedded model; RequestError if it is not installed."""
     if not has(key):
         raise RequestError(
             f"no model is named, and {MODELS[key].name} is not installed: install the package tilewright-tiny, or name "
@@ -81,7 +81,7 @@ def has(key: str) -> bool:
 
 
 def demo_file(name: str) -> Path:
-    """The file that `tilewright demo` shows a model: `demo.png` or `demo.wav`."""
+    """Return the path of a demo file of `tilewright demo`: `demo.png` or `demo.wav`."""
     home = _home()
     if home is None:
         raise RequestError(f"{name} is not installed: install the package tilewright-tiny, or name a file of yours")
@@ -89,23 +89,23 @@ def demo_file(name: str) -> Path:
 
 
 def names() -> list[str]:
-    """The names of the models that are installed."""
+    """Return the names of the installed models."""
     return [model.name for key, model in MODELS.items() if has(key)]
 
 
 def is_embedded(model: str | Path) -> bool:
-    """Return whether `model` is the folder of an embedded model, however it is written."""
+    """Return whether `model` is the folder of an embedded model, in any spelling."""
     return _key_of(model) is not None
 
 
 def name_of(model: str | Path) -> str:
-    """The name of a model for its users: that of its folder, file or hub repository."""
+    """Return the name of a model for users: that of its folder, file or hub repository."""
     key = _key_of(model)
     return Path(model).name if key is None else MODELS[key].name
 
 
 def resolve(model: str) -> str:
-    """The folder of the embedded model that has this name; `model` itself where none has it."""
+    """Return the folder of the embedded model with this name, or `model` itself."""
     return next((str(path(key)) for key, own in MODELS.items() if own.name == model), model)
 
 
@@ -115,5 +115,5 @@ def _key_of(model: str | Path) -> str | None:
 
 
 def notice(how_to_name_another: str, key: str = "tiny_vl") -> str:
-    """The notice for users who named no model."""
+    """Return the notice for users who named no model."""
     return f"{MODELS[key].notice}. Another: {how_to_name_another}"

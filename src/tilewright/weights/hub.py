@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, downloaded to its cache on this machine."""
+"""Downloads models of the Hugging Face hub to its cache on this machine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tilewright.host import files
 from tilewright.host.files import CheckpointError
 from tilewright.weights import embedded
 
-# All that is read of a model, and no pickle, which could run code: weights, configs, templates, tokenizers.
+# Everything that is read of a model, without pickles, which could run code: weights, configs, templates, tokenizers.
 ALLOWED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
-# Subfolders hold the same model in other formats; so do the consolidated files beside the shards.
+# Subfolders hold the same model in other formats, as do the consolidated files beside the shards.
 IGNORED_FILES = ["*/*", "consolidated*"]
-# Of a pipeline in diffusers' layout: the components' folders, not the same weights in one file, nor in fp16 beside.
+# A pipeline in diffusers' layout: the components' folders, without copies in one file or in fp16.
 PIPELINE_FILES = ["model_index.json", "generation_config.json", *(f"*/{pattern}" for pattern in ALLOWED_FILES)]
 IGNORED_PIPELINE_FILES = ["*/*/*", "*.fp16.safetensors", "*.fp16-*.safetensors"]
 
@@ -25,7 +25,7 @@ _FILE_ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json", ".zip"
 
 
 def find(model: str | Path, kinds: str = "a folder, a .gguf file or a hub id") -> Path | None:
-    """Return the path that `model` names on this machine; None: it is a hub id. CheckpointError if it is neither.
+    """Return the local path that `model` names; None for a hub id; CheckpointError if it is neither.
 
     `kinds`: what the error says is expected.
     """
@@ -44,7 +44,7 @@ def find(model: str | Path, kinds: str = "a folder, a .gguf file or a hub id") -
 
 
 def is_hub_id(model: str) -> bool:
-    """Return whether `model` could be one: "organisation/name", and not the name of a file."""
+    """Return whether `model` may be a hub id: "organisation/name", and not the name of a file."""
     is_named_so = _ID.fullmatch(model) is not None and len(model) <= _LONGEST_ID
     return is_named_so and not model.lower().endswith(_FILE_ENDINGS) and "--" not in model and ".." not in model
 
@@ -66,22 +66,22 @@ def _is_cached(model_id: str) -> bool:
 
 
 def check(model_id: str, file: str = "config.json") -> None:
-    """Raise the CheckpointError that a download of the model would end in, after fetching one small file of it."""
+    """Fetch one small file of a model, to raise the CheckpointError that its download would raise."""
     _download(model_id, [file], [])
 
 
 def download(model_id: str) -> Path:
-    """The folder with the model's files. Files already there are not fetched again; an interrupted download resumes."""
+    """Return the folder with the model's files. Only missing files are fetched; an interrupted download resumes."""
     return _download(model_id, ALLOWED_FILES, IGNORED_FILES)
 
 
 def download_pipeline(model_id: str) -> Path:
-    """The same of a pipeline in diffusers' layout."""
+    """Return the folder with the files of a pipeline in diffusers' layout, downloaded like `download`."""
     return _download(model_id, PIPELINE_FILES, IGNORED_PIPELINE_FILES)
 
 
 def _download(model_id: str, allowed: list[str], ignored: list[str]) -> Path:
-    # Imported here: a local folder needs none of it, and it takes a while.
+    # Imported here: it is slow, and a local folder does not need it.
     from huggingface_hub import errors, snapshot_download
 
     try:

@@ -1,10 +1,10 @@
-"""Layers of a network larger than the memory: mapped weights are read ahead of what computes, and let go behind it.
+"""Streams layers of a network larger than the memory: mapped weights are read ahead, and released after use.
 
     stream = stream_layers(network, budget_bytes)      # after its weights were mapped from the pack cache
 
-Layers run in the same order in every step. Leading ones stay in memory, as many as fit beside two of the largest; of
-the others there are two at a time, the one that computes and the one that comes next: the fewest bytes that a pass over
-all layers can read. A budget that holds all of them reads each once.
+Layers run in the same order in every step. The first ones stay in memory, as many as fit beside two of the largest; of
+the others there are two at a time, the one that computes and the next: the fewest bytes that a pass over all layers can
+read. A budget that holds all of them reads each once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tilewright.types import RequestError
 from tilewright.weights.spec import iter_weights
 
 _POPULATE_READ = 22  # Linux 5.14's MADV_POPULATE_READ, which Python does not name
-AROUND_BYTES = 2 << 20  # the most that the system maps with a page of a file that is touched: a huge page
+AROUND_BYTES = 2 << 20  # the most that the system maps around a touched page of a file: a huge page
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Range:
-    """Where a layer's weights lie in memory: one run, as the pack cache wrote them."""
+    """Address range of a layer's weights: contiguous, as the pack cache wrote them."""
 
     begin: int
     end: int
@@ -44,31 +44,31 @@ class Range:
         return self.end - self.begin
 
     def read(self) -> None:
-        """Brings all of it into memory, and returns when it is there."""
+        """Read all of it into memory, and return when it is there."""
         begin = self.begin // mmap.PAGESIZE * mmap.PAGESIZE
-        # An older system reads ahead, and pages come when they are touched.
+        # Before Linux 5.14 this only reads ahead, and pages are mapped when touched.
         if _libc.madvise(begin, self.end - begin, _POPULATE_READ):
             _libc.madvise(begin, self.end - begin, mmap.MADV_WILLNEED)
 
     def let_go(self) -> None:
-        """Releases the pages that hold nothing else: they are the file's, and are read again when touched."""
+        """Release the pages that hold nothing else: they are read from the file again when touched."""
         begin = -(-self.begin // mmap.PAGESIZE) * mmap.PAGESIZE
         end = self.end // mmap.PAGESIZE * mmap.PAGESIZE
         if end > begin:
             _libc.madvise(begin, end - begin, mmap.MADV_DONTNEED)
 
     def widened(self, lowest: int, highest: int) -> Range:
-        """It with what the system maps around a page that is touched, but nothing below `lowest` or from `highest`."""
+        """Return it with what the system maps around a touched page, within [lowest, highest)."""
         return Range(max(self.begin - AROUND_BYTES, lowest), min(self.end + AROUND_BYTES, highest))
 
 
 class LayerStream:
-    """The ranges of layers, in the order in which they run."""
+    """Address ranges of layers, in the order in which they run."""
 
     def __init__(self, ranges: Sequence[Range], budget_bytes: int) -> None:
         self.ranges = list(ranges)
         sizes = [one.size_bytes for one in ranges]
-        # That of the layer that computes and of the next: any two neighbours, the first behind the last included.
+        # Bytes of two consecutive layers at most, the last and the first included.
         moving = max(sizes[i] + sizes[i - 1] for i in range(len(sizes)))
         if budget_bytes < moving and budget_bytes < sum(sizes):
             raise RequestError(
@@ -81,10 +81,10 @@ class LayerStream:
                 self.num_kept += 1
         self._begin, self._end = min(one.begin for one in ranges), max(one.end for one in ranges)
         self._reader = ThreadPoolExecutor(1, "read layers")
-        self._reading: dict[int, Future[None]] = {}  # of layers in memory, or on their way
+        self._reading: dict[int, Future[None]] = {}  # of layers in memory, or being read
 
     def enter(self, index: int) -> None:
-        """Layer `index` computes next: others are let go, it is in memory, and the one after it is on its way."""
+        """Make layer `index` ready to compute: release others, wait until it is in memory, start reading the next."""
         following = (index + 1) % len(self.ranges)
         for other in [one for one in self._reading if one not in (index, following)]:
             self._let_go(other)
@@ -107,7 +107,7 @@ class LayerStream:
 
 
 class StreamedLayer:
-    """A layer that is in memory when something of it is used."""
+    """A layer that is read into memory when it is used."""
 
     def __init__(self, layer: Any, stream: LayerStream, index: int) -> None:
         self._layer, self._stream, self._index = layer, stream, index
@@ -117,14 +117,14 @@ class StreamedLayer:
         return self._layer(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of copying and pickling, before there is a layer
+        if name.startswith("__"):  # copying and pickling ask for these before there is a layer
             raise AttributeError(name)
         self._stream.enter(self._index)
         return getattr(self._layer, name)
 
 
 def stream_layers(network: Any, budget_bytes: int) -> LayerStream | None:
-    """Streams the lists of layers that a network has, mapped from a file; None for a network that has no list."""
+    """Stream the lists of layers of a network mapped from a file; return None if it has no such list."""
     lists = {name: value for name, value in vars(network).items() if isinstance(value, list) and _are_layers(value)}
     layers = [layer for value in lists.values() for layer in value]
     if not layers:

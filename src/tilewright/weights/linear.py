@@ -28,17 +28,16 @@ class LinearPart(NamedTuple):
 
     name: str  # without ".weight"
     rows: int
-    shard: Shard | None = None  # the rows that this rank has; None: all
+    shard: Shard | None = None  # this rank's rows; None: all
 
 
 class LinearWeight(Weight[PackedWeight]):
-    """A packed weight [sum of rows, columns]; parts are stacked, so that q, k and v or gate and up are one product.
+    """A packed weight [sum of rows, columns]; its parts are stacked, so that q, k and v or gate and up are one product.
 
-    `column_shard` are the columns that this rank has, `bias_shard` what it has of the bias where that is not as of the
-    rows. `gated`: two parts, gate then up. `tanh_scale` names a scalar [1]
-    whose tanh multiplies the result, `row_scale` a vector [rows] that does; they are multiplied into weight and bias in
-    fp32, which are rounded once.
-    `quantized_as` is a format and its group size (`ops.packed.weight_format`); None: the model's own type.
+    `column_shard` are this rank's columns, `bias_shard` its part of the bias if it differs from that of the rows.
+    `gated`: two parts, gate then up. `tanh_scale` names a scalar [1] whose tanh multiplies the result, `row_scale` a
+    vector [rows] that does; they are folded into weight and bias in fp32, which are rounded once. `quantized_as` is a
+    format and its group size (`ops.packed.weight_format`); None: the model's own type.
     """
 
     def __init__(
@@ -75,8 +74,8 @@ class LinearWeight(Weight[PackedWeight]):
         self.is_scaled = bool(scales)
         self.has_row_scale = row_scale is not None
         self.quantized_as = quantized_as
-        self.keeps_quants = False  # those of the file, instead of rounding what they stand for
-        self.pieces: tuple[tuple[int, tuple[str, int] | None], ...] = ()  # runs of parts that differ in format
+        self.keeps_quants = False  # the checkpoint's quants are kept, instead of rounding their values
+        self.pieces: tuple[tuple[int, tuple[str, int] | None], ...] = ()  # runs of parts with one format each
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         scale = readers[-1].read().float() if self.is_scaled else None
@@ -100,7 +99,7 @@ class LinearWeight(Weight[PackedWeight]):
         scale: Tensor | None,
         dtype: torch.dtype,
     ) -> PackedWeight:
-        """Parts in one format."""
+        """Pack parts that have one format."""
         bias = torch.cat([item.read().float() for item in biases]) if biases else None
 
         def rows(begin: int, end: int) -> Tensor | Quantized:
@@ -134,7 +133,7 @@ class LinearWeight(Weight[PackedWeight]):
 
 
 def _runs(formats: Sequence[tuple[str, int] | None]) -> tuple[tuple[int, tuple[str, int] | None], ...]:
-    """How many neighbours are one product, and in which format: as many as one format holds the quants of."""
+    """Return how many consecutive parts are one product, and its format, which must hold the quants of all of them."""
     runs: list[tuple[int, tuple[str, int] | None]] = []
     for format in formats:
         if runs:
@@ -152,13 +151,13 @@ def _scaled(tensor: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _stacked_rows(parts: Sequence[Reader], begin: int, end: int) -> Tensor:
-    """Rows [begin, end) of the parts stacked: one part's own where no boundary lies between."""
+    """Return rows [begin, end) of the stacked parts: a part's own rows if they are all within it."""
     pieces = [part.rows(first, last) for part, first, last in _pieces(parts, begin, end)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _stacked_quants(parts: Sequence[Reader], begin: int, end: int, format: tuple[str, int]) -> Quantized:
-    """Return rows [begin, end) of the parts stacked, as quants in a format that holds those of all parts."""
+    """Return rows [begin, end) of the stacked parts, as quants in a format that holds those of all parts."""
     pieces = [
         cast(QuantizedReader, part).quantized_rows(first, last) for part, first, last in _pieces(parts, begin, end)
     ]
@@ -169,7 +168,7 @@ def _stacked_quants(parts: Sequence[Reader], begin: int, end: int, format: tuple
 
 
 def _pieces(parts: Sequence[Reader], begin: int, end: int) -> Iterator[tuple[Reader, int, int]]:
-    """What of each part is among the rows [begin, end) of all."""
+    """Yield each part that has some of the rows [begin, end) of the stack, with the part's own range of them."""
     for part in parts:
         num_rows = part.shape[0]
         if begin < num_rows and end > 0:
@@ -186,7 +185,7 @@ class PatchWeights:
 
 
 class PatchWeight(Weight[PatchWeights]):
-    """A Conv3d [D, C, frames, P, P] with a bias [D] or none, as packed linears; `shard`: the rows of this rank."""
+    """A Conv3d [D, C, frames, P, P] with or without bias [D], as packed linears; `shard`: this rank's rows."""
 
     def __init__(
         self, name: str, shape: tuple[int, int, int, int, int], shard: Shard | None = None, *, bias: bool = True
@@ -204,7 +203,7 @@ class PatchWeight(Weight[PatchWeights]):
 
 
 class ExpertFormat(str, enum.Enum):
-    """How a checkpoint keeps the experts of a layer."""
+    """The layout of a layer's experts in a checkpoint."""
 
     separate = "a tensor per expert and projection"
     stacked = "[E, outputs, inputs]"
@@ -212,11 +211,11 @@ class ExpertFormat(str, enum.Enum):
 
 
 class ExpertsWeight(Weight[PackedExperts]):
-    """The packed weights [rows, columns] of every expert of a layer, in one block of memory.
+    """Packed weights [rows, columns] of every expert of a layer, in one block of memory.
 
-    `parts` name the projections of one expert where they are kept apart (gate then up, or one), `stacked_name` the
-    tensor that holds all of them. Of each part this rank has the rows `part_shard`, of the columns `column_shard`.
-    `quantized_as` is as of a LinearWeight.
+    `parts` name the projections of one expert if experts are stored separately (gate then up, or one), `stacked_name`
+    the tensor that holds all of them. This rank has the rows `part_shard` of each part, and the columns `column_shard`.
+    `quantized_as` is as in LinearWeight.
     """
 
     def __init__(
@@ -253,7 +252,7 @@ class ExpertsWeight(Weight[PackedExperts]):
         self.columns = columns if column_shard is None else column_shard.length
         self.num_parts, self.stored = len(parts), stored
         self.quantized_as = quantized_as
-        self.keeps_quants = False  # as of a LinearWeight
+        self.keeps_quants = False  # as in LinearWeight
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         packed = PackedExperts.empty(
@@ -274,7 +273,7 @@ class ExpertsWeight(Weight[PackedExperts]):
             self.keeps_quants = self.quantized_as is not None
 
     def _quants_of(self, expert: int, readers: Sequence[Reader]) -> Quantized | None:
-        """An expert's weight as the checkpoint's own quants, where those are kept."""
+        """Return an expert's weight as the checkpoint's own quants; None if they are not kept."""
         if not self.keeps_quants or self.quantized_as is None:
             return None
         first, parts = expert * self.num_parts, []

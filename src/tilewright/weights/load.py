@@ -1,4 +1,4 @@
-"""A model's weights filled from a checkpoint: strictly, and with little memory beside the weights themselves."""
+"""Fills a model's weights from a checkpoint: strictly, and with little memory beside the weights themselves."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from tilewright.weights.spec import Weight, iter_weights
 _log = logging.getLogger(__name__)
 
 LOADABLE = (torch.float32, torch.float16, torch.bfloat16)
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # that weights are computed with, by name
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # compute types by name
 
-MAX_LISTED = 20  # of each kind of mismatch: a wrong model misses hundreds, and the first say enough
+MAX_LISTED = 20  # per kind of mismatch: a wrong model misses hundreds, and the first ones say enough
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What loading did."""
+    """The result of loading."""
 
-    num_tensors: int  # of the checkpoint, that the model is made of
-    source_bytes: int  # which those take in the checkpoint's files
-    ignored: tuple[str, ...]  # tensors of the checkpoint that the rule leaves out
-    cache_path: Path | None  # where the packed weights are, or are to be, on disk; None: no cache
+    num_tensors: int  # tensors of the checkpoint that the model uses
+    source_bytes: int  # their size in the checkpoint's files
+    ignored: tuple[str, ...]  # tensors of the checkpoint that `rename` leaves out
+    cache_path: Path | None  # file of the packed weights, existing or planned; None: no cache
     from_cache: bool
-    unchecked: ChecksummedData | None  # weights of the cache of which a sample alone was compared yet
+    unchecked: ChecksummedData | None  # weights of the cache that were only compared in part
     seconds: float
-    bytes_by_format: Mapping[str, int]  # which the weights take in memory: "int4 in groups of 32", "bfloat16"
+    bytes_by_format: Mapping[str, int]  # size in memory by format: "int4 in groups of 32", "bfloat16"
 
     @property
     def packed_as(self) -> str:
-        """What was packed in which format, in words: "int8 0.4 GB, bfloat16 0.1 GB"."""
+        """The sizes by format in words: "int8 0.4 GB, bfloat16 0.1 GB"."""
         return ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in self.bytes_by_format.items())
 
 
@@ -66,13 +66,13 @@ def load(
     keep_quants: bool = True,
     is_streamed: bool = False,
 ) -> LoadReport:
-    """Every weight of `model` filled from the checkpoint, in `dtype`, and a report.
+    """Fill every weight of `model` from the checkpoint, in `dtype`, and return a report.
 
-    `rename` gives the model's name for a tensor of the checkpoint, None for one that is left out. All tensors that are
-    missing, that nothing asks for, or that have another shape or type than asked for are one CheckpointError.
-    `cache_dir`: where packed weights are looked for and kept (`weights.cache`); None for neither. `progress` shows a
-    bar on a terminal. `keep_quants`: products are with the quants of quantised tensors, if kernels have their format;
-    else with what they stand for, in `dtype`. `is_streamed`: packed weights of the cache are mapped and not read.
+    `rename` returns the model's name for a tensor of the checkpoint, None to leave it out. Missing and unexpected
+    tensors, and wrong shapes or types, are listed in one CheckpointError. `cache_dir`: folder of the pack cache
+    (`weights.cache`), None for none. `progress` shows a bar on a terminal. `keep_quants`: multiply with the quants of
+    quantised tensors if kernels have their format; else with their values in `dtype`. `is_streamed`: packed weights of
+    the cache are mapped and not read.
     """
     if dtype not in DTYPES.values():
         raise ValueError(f"dtype is {dtype}, expected one of {', '.join(map(str, DTYPES.values()))}")
@@ -111,7 +111,7 @@ def load(
 
 
 def _expected_bytes(weights: Iterable[Weight], dtype: torch.dtype) -> int:
-    """About what the weights take once they are packed."""
+    """Return roughly the size of the packed weights."""
     total_bytes = 0.0
     for weight in weights:
         form: tuple[str, int] | None = getattr(weight, "quantized_as", None)
@@ -121,7 +121,7 @@ def _expected_bytes(weights: Iterable[Weight], dtype: torch.dtype) -> int:
 
 
 def _bytes_by_format(weights: Iterable[Weight]) -> dict[str, int]:
-    """What the tensors of all weights take, by the format they are packed in or else by their type; most first."""
+    """Return the size of all weights' tensors by packed format, or by type if they are not packed, largest first."""
     sizes: dict[str, int] = {}
 
     def add(value: object) -> None:
@@ -148,7 +148,7 @@ def _bytes_by_format(weights: Iterable[Weight]) -> dict[str, int]:
 def _stored_names(
     checkpoint: Checkpoint, rename: Callable[[str], str | None]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The checkpoint's name for each of the model's names, and the names the rule leaves out."""
+    """Return the checkpoint's name for each of the model's names, and the names that `rename` leaves out."""
     stored_names: dict[str, str] = {}
     ignored = []
     for stored_name in checkpoint.shapes:
@@ -163,7 +163,7 @@ def _stored_names(
 
 
 def _check(weights: Iterable[Weight], checkpoint: Checkpoint, stored_names: dict[str, str]) -> None:
-    """CheckpointError that lists every tensor in which model and checkpoint differ."""
+    """Raise a CheckpointError that lists every tensor in which model and checkpoint differ."""
     sources = {source.name: source for weight in weights for source in weight.sources}
     missing = [f"{source.name} {list(source.shape)}" for name, source in sources.items() if name not in stored_names]
     extra = [
@@ -191,13 +191,13 @@ def _check(weights: Iterable[Weight], checkpoint: Checkpoint, stored_names: dict
     is_read = any(checkpoint.quantized_as(name) for name in checkpoint.shapes)
     quantized = None if is_read else quantized_format(checkpoint.config, checkpoint.shapes.keys())
     if found and quantized is not None:
-        raise CheckpointError(f"{checkpoint.path} is quantised as {quantized}, which is not read; {WHAT_TO_DO}")
+        raise CheckpointError(f"{checkpoint.path} is quantised as {quantized}, which is not supported; {WHAT_TO_DO}")
     if found:
         raise CheckpointError("the checkpoint does not fit the model its config describes\n" + "\n".join(found))
 
 
 def _adds_nothing(checkpoint: Checkpoint, name: str) -> bool:
-    """Return whether a tensor is a bias of zeros beside a quantised weight: some tools give one to every module."""
+    """Return whether a tensor is a zero bias beside a quantised weight: some tools give one to every module."""
     module, _, end = name.rpartition(".")
     weight = f"{module}.weight"
     if end != "bias" or weight not in checkpoint.shapes or checkpoint.quantized_as(weight) is None:
@@ -213,10 +213,10 @@ def _listed(items: list[str]) -> str:
 
 
 class _TensorReader:
-    """A `spec.Reader` of a checkpoint's tensor, which gives back the pages of a block when the next one is read.
+    """A `spec.Reader` of a checkpoint's tensor, which releases the pages of a block when the next one is read.
 
-    A NaN is a CheckpointError: it would spread to some answers only, and nobody would know why. Infinities are warned
-    of once a tensor: there are masks that have them.
+    A NaN raises a CheckpointError: it would spread to some answers only, and nobody would know why. Infinities are
+    logged once per tensor: some masks have them.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
@@ -251,10 +251,10 @@ class _TensorReader:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return whether bf16 or fp32 values are all numbers.
+    """Return whether all bf16 or fp32 values are finite.
 
-    By their bits: an exponent of ones makes a value the largest there is of its sign, read as a signed integer where it
-    is positive and as an unsigned one where it is negative. Two maxima of integers take 0.1 s per GB, 3 % of packing.
+    By their bits: an exponent of ones makes a value the largest of its sign, read as a signed integer if it is positive
+    and as an unsigned one if it is negative. Two maxima of integers take 0.1 s per GB, 3 % of packing.
     """
     if tensor.numel() == 0:
         return True
@@ -268,7 +268,7 @@ _BITS = {torch.bfloat16: (torch.int16, np.uint16, 0x7F80), torch.float32: (torch
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """fp16 as fp32, which has all its values: the kernels take fp32 and bf16."""
+    """Return fp16 as fp32, which has all its values: the kernels support fp32 and bf16."""
     return tensor.float() if tensor.dtype == torch.float16 else tensor
 
 
@@ -276,7 +276,7 @@ def _build(
     weights: Sequence[Weight], checkpoint: Checkpoint, stored_names: dict[str, str], dtype: torch.dtype, progress: bool
 ) -> None:
     names_of = [[stored_names[source.name] for source in weight.sources] for weight in weights]
-    # A tensor that two weights are made of is read twice, and counts twice.
+    # A tensor used by two weights is read twice, and counts twice.
     with _progress_bar(sum(checkpoint.size_bytes(name) for names in names_of for name in names), progress) as bar:
         for weight, names in zip(weights, names_of, strict=True):
             weight.fill([_TensorReader(checkpoint, name) for name in names], dtype)

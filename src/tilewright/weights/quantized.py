@@ -1,10 +1,10 @@
-"""Checkpoints whose linears are quantised: compressed-tensors, FP8, GPTQ and AWQ, with weights under their plain names.
+"""Checkpoints with quantised linears: compressed-tensors, FP8, GPTQ and AWQ, with weights under their plain names.
 
-A module whose weight is several tensors (quants, scales, zeros) has one again, "<module>.weight", of which loading
-takes the quants or what they stand for. Which modules those are, the tensors say; how they are to be read, the config.
-What a config leaves out (ignore, modules_to_not_convert) has plain weights and stays as it is. Activations are rounded
-as our products do it, token by token, or not at all: scales for them are of no use, nor are those of keys and values.
-A format that is not read is refused by its own name.
+A module whose weight is several tensors (quants, scales, zeros) has one again, "<module>.weight", which is loaded as
+quants or as their values. The tensors show which modules those are, the config how to read them. Modules that a config
+leaves out (ignore, modules_to_not_convert) have plain weights. Activations are rounded by our products, token by token,
+or not at all: scales for them are not used, nor are those of keys and values. An unsupported format is refused by its
+own name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ METHODS = {
     "bitsandbytes": "bitsandbytes",
     "mxfp4": "MXFP4",
 }
-# Endings of tensors that a format adds, for configs that say nothing; a format whose mark is another's too comes later.
+# Suffixes of tensors that a format adds, for configs without an entry; a format whose mark is another's too comes
+# later.
 _MARKS = (
     ("bitsandbytes", (".absmax", ".quant_map", ".SCB", "__nf4", "__fp4")),
     ("compressed-tensors", (".weight_packed",)),
@@ -48,7 +49,7 @@ WHAT_TO_DO = (
 
 
 def quantized_format(config: Mapping[str, object], tensor_names: Collection[str]) -> str | None:
-    """The name of the quantised format of a checkpoint, by its config or by the tensors it has; None: there is none."""
+    """Return the name of a checkpoint's quantised format, by its config or its tensors; None if it has none."""
     if (method := _method(config)) is not None:
         return METHODS.get(method, method)
     for name, endings in _MARKS:
@@ -58,7 +59,7 @@ def quantized_format(config: Mapping[str, object], tensor_names: Collection[str]
 
 
 def quantization_of(config: Mapping[str, object]) -> Mapping[str, object] | None:
-    """What a config says of the quantisation, of the whole model or of its text part; None: nothing."""
+    """Return the quantization config of the whole model or of its text part; None if there is none."""
     for table in (config, config.get("text_config")):
         if isinstance(table, Mapping):
             stated = table.get("quantization_config") or table.get("compression_config")
@@ -69,7 +70,7 @@ def quantization_of(config: Mapping[str, object]) -> Mapping[str, object] | None
 
 def _method(config: Mapping[str, object]) -> str | None:
     if (stated := quantization_of(config)) is not None:
-        # Older bitsandbytes configs have no method, but say how they load.
+        # Older bitsandbytes configs have no method, but loading options.
         return str(stated.get("quant_method") or ("bitsandbytes" if _loads_bits(stated) else "unnamed"))
     tables = [config, config.get("text_config")]
     return "MLX" if any(isinstance(table, Mapping) and "quantization" in table for table in tables) else None
@@ -79,12 +80,12 @@ def _loads_bits(stated: Mapping[str, object]) -> bool:
     return any(key.startswith(("load_in_", "bnb_", "_load_in_")) for key in stated)
 
 
-# Ends of names of what a quantised module has beside its bias.
+# Suffixes of a quantised module's tensors beside its bias.
 _OWN = (
     "weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx",
     "qweight", "qzeros", "scales", "g_idx",
 )  # fmt: skip
-# What is for activations, and for keys and values.
+# Suffixes for activations, and for keys and values.
 _UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale", "activation_scale")
 
 _Config = Mapping[str, object]
@@ -124,17 +125,17 @@ class QuantizedCheckpoint:
         return sum(self._plain.size_bytes(own) for own in self._names(name))
 
     def read(self, name: str) -> Tensor:
-        """The tensor: in place, or what its quants stand for in fp32."""
+        """Return the tensor: in place, or its quants' values in fp32."""
         return self.rows(name, 0, self.shapes[name][0]) if name in self._linears else self._plain.read(name)
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
-        """Rows [begin, end) of the tensor's first axis."""
+        """Return rows [begin, end) of the tensor's first axis."""
         if name in self._linears:
             return dequantize(self._linears[name].rows(begin, end))
         return self._plain.rows(name, begin, end)
 
     def quantized_as(self, name: str) -> tuple[str, int] | None:
-        """The format that has the quants of a tensor; None: it has none."""
+        """Return the format of a tensor's quants; None if it has none."""
         return self._linears[name].format if name in self._linears else None
 
     def quantized_rows(self, name: str, begin: int, end: int) -> Quantized:
@@ -150,7 +151,7 @@ class QuantizedCheckpoint:
 
 
 def with_linears(plain: SafetensorsCheckpoint) -> SafetensorsCheckpoint | QuantizedCheckpoint:
-    """The checkpoint with its quantised linears made whole; as it is where it has none, or none that are read."""
+    """Return the checkpoint with its quantised linears combined; unchanged if it has none that are supported."""
     stated = quantization_of(plain.config)
     method = None if stated is None else stated.get("quant_method")
     if stated is None or not isinstance(method, str) or method not in _READERS:
@@ -172,7 +173,7 @@ def with_linears(plain: SafetensorsCheckpoint) -> SafetensorsCheckpoint | Quanti
 
 
 def _setting(stated: _Config, key: str, allowed: tuple[object, ...], default: object = None) -> object:
-    """A value of the config, one of those that are read."""
+    """Return a config entry, which must be one of the allowed values."""
     value = stated.get(key, default)
     if value not in allowed:
         expected = ", ".join(str(item) for item in allowed if item is not None)
@@ -193,7 +194,7 @@ def _gptq(plain: SafetensorsCheckpoint, tensors: Tensors, stated: _Config) -> St
     bits = _setting(stated, "bits", (4, 8))
     _setting(stated, "checkpoint_format", ("gptq", "gptq_v2", None))
     if stated.get("dynamic"):
-        raise CheckpointError("its modules have settings of their own (dynamic), which are not read")
+        raise CheckpointError("its modules have settings of their own (dynamic), which are not supported")
     version = stated.get("checkpoint_format") == "gptq_v2"
     is_symmetric = stated.get("sym", True) is True
     assert isinstance(bits, int)
@@ -224,7 +225,7 @@ def _expect_e4m3(plain: SafetensorsCheckpoint, tensors: Tensors) -> None:
 
 
 def _block(value: object) -> tuple[int, int] | None:
-    """Rows and columns of a block that shares a scale; None: there are none."""
+    """Return the rows and columns of a block that shares a scale; None if there are no blocks."""
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
@@ -252,7 +253,7 @@ def _compressed(plain: SafetensorsCheckpoint, tensors: Tensors, stated: _Config)
         _setting(weights, "group_size", (32,))
         return Mxfp4(tensors)
     if weights.get("type", "int") != "int" or strategy == "block":
-        raise CheckpointError(f"its format {format} has {weights.get('type')} in {strategy}s, which is not read")
+        raise CheckpointError(f"its format {format} has {weights.get('type')} in {strategy}s, which is not supported")
     bits = _setting(weights, "num_bits", (4, 8))
     size = _whole(weights, "group_size") if strategy == "group" else -1
     rounds_x = isinstance(group.get("input_activations"), Mapping)
@@ -262,11 +263,11 @@ def _compressed(plain: SafetensorsCheckpoint, tensors: Tensors, stated: _Config)
         return PackedInts(tensors, bits, is_symmetric, rounds_x, size)
     if format in ("int-quantized", "naive-quantized") and bits == 8:
         return Bytes(tensors, rounds_x, size)
-    raise CheckpointError(f"its format is {format} with {bits} bits, which is not read")
+    raise CheckpointError(f"its format is {format} with {bits} bits, which is not supported")
 
 
 def _group_of(module: str, stated: _Config) -> _Config:
-    """The settings of a module: those of the group that names it, else of the one that names its class."""
+    """Return the settings of a module: of the group that names it, else of the one that names its class."""
     groups = stated.get("config_groups")
     tables = [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
     for is_named in (True, False):
@@ -279,7 +280,7 @@ def _group_of(module: str, stated: _Config) -> _Config:
 
 
 def _names(target: str, module: str) -> bool:
-    """Return whether a target, a name or an expression for names, is of a module."""
+    """Return whether a target, a name or a regular expression, matches a module."""
     if target.startswith("re:"):
         try:
             return re.match(target[3:], module) is not None

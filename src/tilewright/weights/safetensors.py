@@ -1,9 +1,9 @@
-"""safetensors files and folders of them, memory-mapped and read as tensors without a copy.
+"""Memory-mapped safetensors files and folders of them, read as tensors without a copy.
 
-The format is eight bytes of header length, a JSON header {name: {dtype, shape, data_offsets}} and the data. Read here
-and not through the safetensors package because that one keeps every page it touched while the file is open: resident
-memory ends at the whole checkpoint beside the packed weights. Here `release` gives pages back block by block.
-Nothing in a file is trusted: sizes, offsets and overlaps are checked before any of it is used.
+The format is eight bytes of header length, a JSON header {name: {dtype, shape, data_offsets}} and the data. It is read
+here because the safetensors package keeps every touched page while the file is open: resident memory would end at the
+whole checkpoint beside the packed weights. Here `release` frees pages block by block. Nothing in a file is trusted:
+sizes, offsets and overlaps are checked before any of it is used.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tilewright.ops.quantized import Quantized
 
 
 class MappedFile:
-    """A file as memory. Writing to a tensor of it changes a private copy of the page, never the file.
+    """A file as memory. Writing to one of its tensors changes a private copy of the page, never the file.
 
-    Mapped writable because torch warns of memory it may not write to, and the pages stay shared until written anyway.
+    Mapped writable because torch warns about read-only memory; pages are shared until written in any case.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,13 +54,13 @@ class MappedFile:
             raise CheckpointError(f"{path} cannot be read: {reason}") from error
 
     def bytes_at(self, offset: int, size_bytes: int) -> Tensor:
-        """`size_bytes` of the file, uint8, in place. The caller has checked that the file has them."""
+        """Return `size_bytes` bytes of the file, uint8, in place. The caller has checked that the file has them."""
         if size_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=size_bytes, offset=offset)
 
     def tensor_at(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of the file: in place, or a copy where the file does not align its elements."""
+        """Return a tensor of the file: in place, or a copy if its elements are not aligned."""
         num_elements = 1
         for size in shape:
             num_elements *= size
@@ -70,19 +70,19 @@ class MappedFile:
         return data.view(dtype).view(shape)
 
     def release(self, offset: int, size_bytes: int) -> None:
-        """Releases the pages of a range: they no longer count as this process's, and are read again when touched."""
+        """Release the pages of a range: they no longer count as this process's, and are read again when touched."""
         begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
         if size_bytes:
             self.memory.madvise(mmap.MADV_DONTNEED, begin, offset + size_bytes - begin)
 
     def will_need(self, offset: int, size_bytes: int) -> None:
-        """Asks the system to start reading a range from disk."""
+        """Ask the system to start reading a range from disk."""
         begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
         if size_bytes:
             self.memory.madvise(mmap.MADV_WILLNEED, begin, offset + size_bytes - begin)
 
 
-WEIGHT_STEMS = ("model", "diffusion_pytorch_model")  # how transformers and diffusers name the files
+WEIGHT_STEMS = ("model", "diffusion_pytorch_model")  # file names of transformers and diffusers
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 DTYPES = {
@@ -103,7 +103,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies in a file."""
+    """Place of a tensor in a file."""
 
     file: MappedFile
     offset: int
@@ -147,35 +147,35 @@ class SafetensorsCheckpoint:
         return self._entries[name].size_bytes
 
     def read(self, name: str) -> Tensor:
-        """The tensor in place: a view of the mapped file."""
+        """Return the tensor in place: a view of the mapped file."""
         entry = self._entries[name]
         entry.file.will_need(entry.offset, entry.size_bytes)
         return entry.file.tensor_at(entry.offset, entry.shape, entry.dtype)
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
-        """Rows [begin, end) of the tensor's first axis, in place."""
+        """Return rows [begin, end) of the tensor's first axis, in place."""
         entry = self._entries[name]
         row_bytes = entry.size_bytes // max(entry.shape[0], 1)
-        # The rows after these are asked for as well, so that the disk reads while these are packed.
+        # The rows after these are requested as well, so that the disk reads while these are packed.
         ahead = min((end - begin) * 2 * row_bytes, entry.size_bytes - begin * row_bytes)
         entry.file.will_need(entry.offset + begin * row_bytes, ahead)
         shape = (end - begin, *entry.shape[1:])
         return entry.file.tensor_at(entry.offset + begin * row_bytes, shape, entry.dtype)
 
     def quantized_as(self, name: str) -> None:
-        """No tensor that is read is quantised."""
+        """Return None: no tensor here is quantised."""
 
     def quantized_rows(self, name: str, begin: int, end: int) -> Quantized:
         raise ValueError(f"{name} is not quantised")
 
     def release(self, name: str) -> None:
-        """Releases the tensor's pages; views of it stay valid and read them again."""
+        """Release the tensor's pages; views of it stay valid and read them again."""
         entry = self._entries[name]
         entry.file.release(entry.offset, entry.size_bytes)
 
 
 def _without_nulls(config: dict) -> dict:
-    """What is null in a config is as absent: the reader's default holds."""
+    """Remove null entries from a config, so that the reader's defaults hold."""
     return {
         key: _without_nulls(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -184,7 +184,7 @@ def _without_nulls(config: dict) -> dict:
 
 
 def _weight_files(folder: Path) -> tuple[dict[str, Path], list[Path]]:
-    """The file that each tensor must be in, where an index says so, and all files to read."""
+    """Return the file that each tensor must be in, if there is an index, and all files to read."""
     for stem in WEIGHT_STEMS:
         if files.exists(index := folder / f"{stem}.safetensors.index.json"):
             return _indexed_files(folder, index)
@@ -198,7 +198,7 @@ def _indexed_files(folder: Path, index: Path) -> tuple[dict[str, Path], list[Pat
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map of tensor names to files")
     for name in weight_map.values():
-        # Only files beside the index: a path would let a checkpoint read any file of this machine.
+        # Only files beside the index: a path could make us read any file of this machine.
         if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
             raise CheckpointError(f"{index} names the file {name!r}, expected a .safetensors file beside it")
     shards = sorted({folder / name for name in weight_map.values()})
@@ -230,7 +230,7 @@ def _no_weights_message(folder: Path) -> str:
 
 
 def read_header(file: MappedFile) -> tuple[bytes, dict[str, TensorEntry]]:
-    """The header's bytes, and the tensors it lists, each within the file and none over another."""
+    """Return the header's bytes, and its tensors, each within the file and without overlaps."""
     if file.size_bytes < 8:
         raise CheckpointError(f"{file.path} has {file.size_bytes} bytes, too few for a header: download it again")
     header_bytes = int.from_bytes(file.memory[:8], "little")
@@ -255,7 +255,7 @@ def read_header(file: MappedFile) -> tuple[bytes, dict[str, TensorEntry]]:
 
 
 def _wrong_header(file: MappedFile, state: str) -> CheckpointError:
-    """The error that says what the file is, or what `state` it is in where nothing better is known."""
+    """Return an error that says what the file is, if it is recognised, else its `state`."""
     return CheckpointError(f"{file.path} is {foreign_kind(file.memory[:256]) or state}")
 
 
@@ -289,7 +289,7 @@ def _entry(file: MappedFile, data_begin: int, name: str, fields: object) -> Tens
 
 
 def _check_extent(file: MappedFile, data_begin: int, entries: dict[str, TensorEntry]) -> None:
-    """The format allows no gap and no overlap; data that end elsewhere than the file mean a broken download."""
+    """Check that tensors have no gap and no overlap; data that end before or after the file mean a broken download."""
     position = data_begin
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].size_bytes)):
         if entry.offset != position:

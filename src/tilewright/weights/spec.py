@@ -1,14 +1,13 @@
-"""What a model needs from a checkpoint: each weight says which tensors it is made of and how they are laid out.
+"""Weights of a model and their sources: which tensors of a checkpoint each is made of, and how they are laid out.
 
 Layers hold `Weight`s as attributes; `weights.load` finds them (`iter_weights`), checks all their sources against the
 checkpoint at once, and fills `value` one weight at a time, from blocks of rows where it can, so that no more than the
-packed model and one tensor are in memory.
-A weight shared by two layers (a tied head) is one object, and is loaded once. A source that is split over ranks is read
-as this rank's part of it (`Sharded`): what a weight is made of then has the shapes of that part.
+packed model and one tensor are in memory. A weight shared by two layers (a tied head) is one object, loaded once. A
+source that is split over ranks is read as this rank's part of it (`Sharded`), and has that part's shape.
 
-An axis is split by one rule, for heads, widths and vocabularies of every model: each rank has equally much of it. Where
-it does not divide, it is padded with zeros, which add nothing to any sum: a padded head has zero rows in its
-projections and zero columns in the projection back.
+An axis is split by one rule, for heads, widths and vocabularies of every model: each rank has an equal part. An axis
+that does not divide is padded with zeros, which add nothing to any sum: a padded head has zero rows in its projections
+and zero columns in the projection back.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from torch import Tensor
 
 from tilewright.ops.quantized import Quantized, columns_of, concatenate, zeros_like
 
-PADDING = -1  # where a run of zeros begins
-# Entries of a rank's share of a width: whole tiles of the packed weights, where that adds no more than a sixteenth.
+PADDING = -1  # first entry of a run of zeros
+# A rank's share of a width is rounded up to whole tiles of the packed weights, if that adds at most a sixteenth.
 ALIGNMENT = 32
 MOST_ADDED = 1 / 16
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank has of an axis: runs (first entry, length) one after the other; those from PADDING on are zeros."""
+    """A rank's part of an axis: concatenated runs (first entry, length); a run that starts at PADDING is zeros."""
 
     runs: tuple[tuple[int, int], ...]
 
@@ -50,19 +49,19 @@ class Shard:
         return sum(length for first, length in self.runs if first == PADDING)
 
     def __add__(self, other: Shard) -> Shard:
-        """Both, one after the other."""
+        """Concatenate two shards."""
         return _shard([*self.runs, *other.runs])
 
     def times(self, unit: int) -> Shard:
-        """The same where every entry is `unit` entries: the rows of heads."""
+        """Return the shard with every entry expanded to `unit` entries, such as the rows of heads."""
         return Shard(tuple((first if first == PADDING else first * unit, length * unit) for first, length in self.runs))
 
     def after(self, offset: int) -> Shard:
-        """The same of an axis that begins at `offset` of a longer one: a part of a fused projection."""
+        """Return the shard moved by `offset`, as a part of a fused projection."""
         return Shard(tuple((first if first == PADDING else first + offset, length) for first, length in self.runs))
 
     def between(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """The runs of its own entries [begin, end)."""
+        """Yield the runs of its own entries [begin, end)."""
         place = 0
         for first, length in self.runs:
             low, high = max(begin, place), min(end, place + length)
@@ -71,7 +70,7 @@ class Shard:
             place += length
 
     def entries(self) -> list[int]:
-        """Each entry by itself, PADDING for zeros."""
+        """Return each entry separately, PADDING for zeros."""
         return [entry for first, length in self.runs for entry in _entries(first, length)]
 
 
@@ -80,7 +79,7 @@ def _entries(first: int, length: int) -> Iterator[int]:
 
 
 def _shard(runs: list[tuple[int, int]]) -> Shard:
-    """Of runs in order, neighbours joined."""
+    """Return the shard of these runs, with adjacent ones joined."""
     joined: list[tuple[int, int]] = []
     for first, length in runs:
         if joined and _follows(joined[-1], first):
@@ -95,17 +94,17 @@ def _follows(run: tuple[int, int], first: int) -> bool:
 
 
 def shard_of(entries: list[int]) -> Shard:
-    """The shard that has these entries, PADDING for zeros."""
+    """Return the shard of these entries, PADDING for zeros."""
     return _shard([(entry, 1) for entry in entries])
 
 
 def stacked(shard: Shard, length: int, count: int) -> Shard:
-    """The same entries of each of `count` parts of a length that lie one after the other: gate and up, say."""
+    """Return the same entries of each of `count` stacked parts of `length`, such as gate and up."""
     return sum((shard.after(part * length) for part in range(1, count)), shard)
 
 
 def split_width(width: int, rank: int, size: int, block: int = 1) -> Shard:
-    """Neighbouring entries of a width: equally many for each rank, in whole blocks of those that share a scale."""
+    """Return a rank's consecutive entries of a width: equally many each, in whole blocks that share a scale."""
     share = share_of_width(width, size, block)
     first = min(rank * share, width)
     count = min(share, width - first)
@@ -113,7 +112,7 @@ def split_width(width: int, rank: int, size: int, block: int = 1) -> Shard:
 
 
 def share_of_width(width: int, size: int, block: int = 1) -> int:
-    """Of one rank, padding included."""
+    """Return the number of entries of one rank, including padding."""
     if size == 1:
         return width
     share = _round_up(-(-width // size), block)
@@ -122,7 +121,7 @@ def share_of_width(width: int, size: int, block: int = 1) -> int:
 
 
 def heads_together(block: int, *head_widths: int) -> int:
-    """How many heads fill whole blocks of entries that share a scale."""
+    """Return how many heads fill whole blocks of entries that share a scale."""
     return math.lcm(*(math.lcm(width, block) // width for width in head_widths))
 
 
@@ -132,21 +131,21 @@ def _round_up(count: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class HeadShard:
-    """The heads of a rank: as many queries for each of its keys, so that kernels need no table of who reads what."""
+    """The heads of a rank: equally many queries for each of its keys, so that kernels need no table of them."""
 
-    queries: Shard  # of the query heads
-    keys: Shard  # of the key-value heads; several ranks may have the same one
+    queries: Shard  # query heads
+    keys: Shard  # kv heads; several ranks may have the same one
     num_queries: int
     num_keys: int
 
 
 def split_heads(num_queries: int, num_keys: int, rank: int, size: int, together: int = 1) -> HeadShard:
-    """Query heads with the key-value heads they read; of a delta net value heads with the key heads they read.
+    """Return a rank's query heads with the kv heads they read; for a delta net value heads with key heads.
 
-    The queries of a key are cut into units of equally many, the last padded; ranks have equally many units. Ranks that
-    have units of the same key each keep it. Of all cuts the one that leaves a rank the fewest heads of both kinds is
-    taken, with fewer keys among equals: they take up the cache. So many keys as are `together`, since their rows share
-    scales, are on one rank with all their queries.
+    The queries of a key are cut into units of equal size, the last padded; ranks have equally many units. Ranks with
+    units of the same key each have a copy of it. Of all cuts the one with the fewest heads of both kinds per rank is
+    chosen, with fewer keys among equals: they take up the cache. `together` keys, whose rows share scales, are on one
+    rank with all their queries.
     """
     group = num_queries // num_keys
 
@@ -171,43 +170,43 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class WeightSource:
-    """A tensor of the checkpoint, the shape it must have, and what of it this rank reads."""
+    """A tensor of the checkpoint, the shape it must have, and this rank's part of it."""
 
     name: str
     shape: tuple[int, ...]
-    shards: tuple[Shard | None, ...] = ()  # of its first axes; None: all of one
+    shards: tuple[Shard | None, ...] = ()  # of its first axes; None: all of an axis
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """Of what this rank reads."""
+        """Shape of this rank's part."""
         own = [shard.length if shard else size for size, shard in zip(self.shape, self.shards, strict=False)]
         return (*own, *self.shape[len(own) :])
 
 
 class Reader(Protocol):
-    """A source as it is read: bf16 or fp32, whatever the file has."""
+    """Reads a source as bf16 or fp32, whatever type the file has."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self) -> Tensor:
-        """All of it."""
+        """Return all of it."""
 
     def rows(self, begin: int, end: int) -> Tensor:
-        """Rows [begin, end) of its first axis. The memory of earlier rows may be given back: copy what is kept."""
+        """Return rows [begin, end) of its first axis. The memory of earlier rows may be released: copy what is kept."""
 
 
 class QuantizedReader(Reader, Protocol):
-    """A source of which the file has quants with scales."""
+    """A source with quants and scales in the file."""
 
     def quantized_rows(self, begin: int, end: int) -> Quantized:
-        """Rows [begin, end) as those."""
+        """Return rows [begin, end) as quants."""
 
 
 class Weight(ABC, Generic[Value]):
-    """A weight of the model: where it comes from, and its value once it is loaded.
+    """A weight of the model: its sources, and its value once it is loaded.
 
-    Attributes beside the value are plain (numbers, strings, tuples of them): with the class they are the `recipe`.
+    Attributes other than the value are plain (numbers, strings, tuples of them): with the class they are the `recipe`.
     """
 
     def __init__(self, sources: Sequence[WeightSource]) -> None:
@@ -221,27 +220,27 @@ class Weight(ABC, Generic[Value]):
 
     @abstractmethod
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
-        """Makes the value from what is read of the sources, in their order. It keeps none of their memory."""
+        """Make the value from its sources, in order, without keeping their memory."""
 
     def fill(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
-        """Makes the value from the sources, in their order."""
+        """Set the value from its sources, in order."""
         pairs = zip(self.sources, readers, strict=True)
         self.build_from([Sharded(reader, source) if any(source.shards) else reader for source, reader in pairs], dtype)
 
     def build(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """The same from tensors in memory."""
+        """Set the value from tensors in memory."""
         self.fill([_InMemory(tensor) for tensor in tensors], dtype)
 
     def keep_quants(self, formats: Sequence[tuple[str, int] | None]) -> None:
-        """Told before it is made in which formats the sources have quants, in their order: it may keep those."""
+        """Tell the weight, before `fill`, in which formats its sources have quants: it may choose to keep them."""
 
     def restore(self, value: Value) -> None:
-        """Takes a value that a weight of the same recipe had."""
+        """Set the value to that of a weight with the same recipe."""
         self._value = value
 
     @property
     def recipe(self) -> str:
-        """All that the value depends on but the sources' contents and the dtype: same recipe, same value."""
+        """All that the value depends on except the sources' contents and the dtype: same recipe, same value."""
         settings = {name: value for name, value in sorted(vars(self).items()) if name not in ("_value", "sources")}
         for name, setting in settings.items():
             if not _is_plain(setting):
@@ -308,7 +307,7 @@ class Sharded:
         return whole if columns is None else columns_of(whole, columns.runs)
 
     def _columns(self, tensor: Tensor) -> Tensor:
-        """What the rank has of the axes after the first."""
+        """Return this rank's part of the axes after the first."""
         for axis, shard in enumerate(self._shards[1:], start=1):
             if shard is not None:
                 tensor = along(tensor, axis, shard)
@@ -316,7 +315,7 @@ class Sharded:
 
 
 def along(tensor: Tensor, axis: int, shard: Shard) -> Tensor:
-    """What a rank has of an axis: a view where it is one run."""
+    """Return a rank's part of an axis: a view if it is one run."""
     if len(shard.runs) == 1 and shard.runs[0][0] != PADDING:
         return tensor.narrow(axis, *shard.runs[0])
     padding = list(tensor.shape)
@@ -328,7 +327,7 @@ def along(tensor: Tensor, axis: int, shard: Shard) -> Tensor:
 
 
 def iter_weights(part: object) -> Iterator[Weight]:
-    """Every weight of a model, once each, in the order in which its layers name them."""
+    """Yield every weight of a model once, in the order of its layers' attributes."""
     seen: set[int] = set()
 
     def visit(part: object) -> Iterator[Weight]:

@@ -1,8 +1,8 @@
-"""Quantised linears as checkpoints of safetensors keep them, as the quants, scales and zeros that kernels multiply.
+"""Quantised linears of safetensors checkpoints, as the quants, scales and zeros that kernels multiply.
 
 Each is a weight [n, k] of which some rows at a time are read. Quants are the checkpoint's own. Scales of groups are
-kept in fp16: those the checkpoint has in fp16 as they are, others to a relative error of 2^-11 at most, and bf16 ones
-exactly from 2^-17 on.
+converted to fp16: fp16 ones are unchanged, others have a relative error of at most 2^-11, and bf16 ones are exact from
+2^-17 on.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from tilewright.host.files import CheckpointError
 from tilewright.ops.quantized import GROUP_SIZES, Quantized, group_sizes, stored_scale
 
-Format = tuple[str, int]  # as ops.packed.weight_format takes it
+Format = tuple[str, int]  # as in ops.packed.weight_format
 
-# Of rows with one scale in a format that has groups only: few enough scales, and ranks split rows there.
+# Group size for rows with one scale in a format that has only groups: few scales, and ranks can split rows there.
 _GROUPS_OF_ROWS = 128
-# Of AWQ's int32s, from the lowest nibble on: which of eight neighbours it is.
+# AWQ's order: index among eight neighbours of each nibble of an int32, from the lowest on.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class Tensors:
-    """The tensors of one module of a checkpoint, by the ends of their names."""
+    """The tensors of one module of a checkpoint, by the suffixes of their names."""
 
     def __init__(self, module: str, read: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
         self.module, self._read, self.shapes = module, read, shapes
@@ -56,12 +56,15 @@ class StoredLinear(ABC):
 
     @abstractmethod
     def rows(self, begin: int, end: int) -> Quantized:
-        """Rows [begin, end)."""
+        """Return rows [begin, end)."""
 
     def _quantized(
         self, values: Tensor, scales: Tensor, zeros: Tensor | None = None, columns: Tensor | None = None
     ) -> Quantized:
-        """In the module's format; scales [rows, groups of the checkpoint] are repeated where ours are smaller."""
+        """Return quants in the module's format.
+
+        scales [rows, groups of the checkpoint] are repeated if our groups are smaller.
+        """
         name, size = self.format
         k = self.shape[1]
         num_groups = -(-k // size) if size else 1
@@ -79,7 +82,7 @@ class StoredLinear(ABC):
 
 
 def grouped_format(module: str, name: str, k: int, group_size: int) -> Format:
-    """A format whose groups are the checkpoint's, or such that whole ones of ours make one of its."""
+    """Return a format with the checkpoint's groups, or with smaller ones that divide them."""
     sizes = group_sizes(name)
     if group_size == -1 or group_size > k:
         return name, 0 if 0 in sizes else _GROUPS_OF_ROWS
@@ -92,13 +95,13 @@ def grouped_format(module: str, name: str, k: int, group_size: int) -> Format:
 
 
 def unpacked_ints(packed: Tensor, bits: int) -> Tensor:
-    """The quants of int32s [..., m], from the lowest bits on: uint8 [..., m * 32 / bits]."""
+    """Return the quants of int32s [..., m], from the lowest bits on: uint8 [..., m * 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (packed[..., None] >> shifts & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
 
 
 class Bytes(StoredLinear):
-    """compressed-tensors, int-quantized: int8 [n, k] and scales [n, groups], or one for all."""
+    """compressed-tensors, int-quantized: int8 [n, k] and scales [n, groups], or a single scale."""
 
     def __init__(self, tensors: Tensors, rounds_x: bool, group_size: int) -> None:
         super().__init__(tensors)
@@ -106,14 +109,14 @@ class Bytes(StoredLinear):
         self.shape = n, k
         self.format = grouped_format(tensors.module, "int8" if rounds_x else "int8_exact", k, group_size)
         if "weight_zero_point" in tensors:
-            raise CheckpointError(f"{tensors.module} has 8 bits with zero points, which are not read")
+            raise CheckpointError(f"{tensors.module} has 8 bits with zero points, which are not supported")
 
     def rows(self, begin: int, end: int) -> Quantized:
         return self._quantized(self.tensors["weight"][begin:end], _scale_rows(self.tensors, self.shape[0], begin, end))
 
 
 def _scale_rows(tensors: Tensors, n: int, begin: int, end: int) -> Tensor:
-    """weight_scale [n, groups] or [n], or a single one, as [rows, groups]."""
+    """Return weight_scale [n, groups] or [n], or a single one, as [rows, groups]."""
     scales = tensors["weight_scale"]
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(end - begin, 1)
@@ -125,8 +128,8 @@ def _scale_rows(tensors: Tensors, n: int, begin: int, end: int) -> Tensor:
 class PackedInts(StoredLinear):
     """compressed-tensors, pack-quantized: int32 [n, k bits / 32] of 4 or 8 bits, a row's quants in order.
 
-    Quants have half their range added; so have zeros, eight rows of which share an int32 [n / 8, groups]. Groups may
-    be of any columns: weight_g_idx [k] has the group of each.
+    Quants have half their range added, as have zeros, eight rows of which share an int32 [n / 8, groups]. Groups may be
+    of any columns: weight_g_idx [k] has the group of each.
     """
 
     def __init__(self, tensors: Tensors, bits: int, is_symmetric: bool, rounds_x: bool, group_size: int) -> None:
@@ -136,11 +139,11 @@ class PackedInts(StoredLinear):
         tensors.expect("weight_packed", (n, -(-k * bits // 32)))
         self.has_zeros = not is_symmetric
         if bits == 8 and self.has_zeros:
-            raise CheckpointError(f"{tensors.module} has 8 bits with zero points, which are not read")
+            raise CheckpointError(f"{tensors.module} has 8 bits with zero points, which are not supported")
         name = "uint4_zero" if self.has_zeros else "int4" if bits == 4 else "int8" if rounds_x else "int8_exact"
         self.format = grouped_format(tensors.module, name, k, group_size)
         if "weight_g_idx" in tensors and name == "int8_exact":
-            raise CheckpointError(f"{tensors.module} has 8 bits in groups of columns in another order: not read")
+            raise CheckpointError(f"{tensors.module} has 8 bits in groups of columns in another order: not supported")
 
     @cached_property
     def _columns(self) -> Tensor | None:
@@ -160,8 +163,10 @@ class PackedInts(StoredLinear):
 
 
 class Mxfp4(StoredLinear):
-    """compressed-tensors, mxfp4-pack-quantized: codes of e2m1 as uint8 [n, k / 2], the lower nibble first, and the
-    exponents of powers of two, 127 added, for groups of 32: uint8 [n, k / 32]."""
+    """compressed-tensors, mxfp4-pack-quantized: e2m1 codes and a power of two per group of 32.
+
+    Codes are uint8 [n, k / 2], the lower nibble first; exponents, 127 added, are uint8 [n, k / 32].
+    """
 
     def __init__(self, tensors: Tensors) -> None:
         super().__init__(tensors)
@@ -183,7 +188,7 @@ class Mxfp4(StoredLinear):
 
 
 class Fp8(StoredLinear):
-    """e4m3 [n, k] with a scale for all, for each row or for each block of rows and columns."""
+    """e4m3 [n, k] with a scale for the tensor, for each row or for each block of rows and columns."""
 
     def __init__(self, tensors: Tensors, block: tuple[int, int] | None) -> None:
         super().__init__(tensors)
@@ -218,7 +223,7 @@ class Gptq(StoredLinear):
         self.shape, self.bits, self._zero_offset = (n, k), bits, zero_offset
         self.is_symmetric, self._group_size = is_symmetric, group_size
         if bits == 8 and not is_symmetric:
-            raise CheckpointError(f"{tensors.module} has 8 bits with zero points, which are not read")
+            raise CheckpointError(f"{tensors.module} has 8 bits with zero points, which are not supported")
         name = "int8" if bits == 8 else "int4" if is_symmetric else "uint4_zero"
         self.format = grouped_format(tensors.module, name, k, group_size)
         groups = 1 if group_size == -1 else -(-k // group_size)
@@ -249,7 +254,7 @@ class Gptq(StoredLinear):
 
 
 class Awq(StoredLinear):
-    """AWQ, as its gemm kernels read it: int32 [k, n / 8], eight outputs in each; zeros [groups, n / 8] likewise."""
+    """AWQ in its gemm layout: int32 [k, n / 8], eight outputs in each; zeros [groups, n / 8] likewise."""
 
     def __init__(self, tensors: Tensors, group_size: int) -> None:
         super().__init__(tensors)
@@ -273,16 +278,16 @@ class Awq(StoredLinear):
 
 
 def column_order(tensors: Tensors, end: str, group_size: int) -> Tensor | None:
-    """The columns group by group, where g_idx has them mixed: int32 [k]; None: they are in order.
+    """Return the columns ordered by group, int32 [k], if g_idx mixes them; None if they are in order.
 
-    CheckpointError where groups have not as many columns as their size says.
+    CheckpointError if groups have other numbers of columns than their size.
     """
     groups = tensors[end].long()
     in_order = torch.arange(len(groups)) // (group_size if group_size > 0 else len(groups))
     if torch.equal(groups, in_order):
         return None
     if int(groups.min()) < 0 or not torch.equal(groups.sort().values, in_order):
-        raise CheckpointError(f"{tensors.module}.{end} has groups of other lengths than {group_size}: not read")
+        raise CheckpointError(f"{tensors.module}.{end} has groups of other lengths than {group_size}: not supported")
     return groups.argsort(stable=True).to(torch.int32)
 
 

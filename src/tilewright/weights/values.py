@@ -1,7 +1,7 @@
-"""Weights as JSON and a file of tensors, and back; and a count of the formats that a checkpoint stores them in.
+"""Encodes weights as JSON and a file of tensors, and decodes them; counts the formats of a checkpoint's tensors.
 
 A value is a tensor, a frozen dataclass of this package, a tuple, a type of tensors, or a plain number, string, bool or
-None, nested as it may be: a new kind of packed weight needs no code here.
+None, nested in any way: a new kind of packed weight needs no code here.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor
 from tilewright.weights.checkpoint import Checkpoint
 from tilewright.weights.safetensors import MappedFile
 
-# Of a tensor in a file, whatever the pages of this machine are: the next may have others. Nothing is mapped or advised
-# by tensor, so that two may share a page of 16 or 64 KiB.
+# Alignment of a tensor in a file, whatever the page size of this machine: the next may have another. Nothing is mapped
+# or advised per tensor, so two may share a page of 16 or 64 KiB.
 _BOUNDARY_BYTES = 4 << 10
 _PACKAGE = "tilewright."
 
 
 class ValueEncoder:
-    """Gives every tensor a place in a file, and a value's form in JSON."""
+    """Assigns every tensor an offset in a file, and encodes values as JSON."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
         self.tensors: list[tuple[int, Tensor]] = []  # offset in the file, in ascending order
 
     def encode(self, value: object) -> object:
-        """The value in JSON's types; its tensors join `tensors`."""
+        """Return the value in JSON's types; its tensors are appended to `tensors`."""
         if isinstance(value, Tensor):
             return self._encode_tensor(value)
         if isinstance(value, tuple):
@@ -46,8 +46,8 @@ class ValueEncoder:
         raise TypeError(f"a weight's value has a {type(value).__name__}, which cannot be kept")
 
     def _encode_tensor(self, tensor: Tensor) -> object:
-        # Huge pages are of the file, not of a tensor: boundaries of 2 MiB would win nothing, and cost 8 % of the memory
-        # of a model of 135 million parameters.
+        # Huge pages belong to the file, not to a tensor: boundaries of 2 MiB would gain nothing, and cost 8 % of the
+        # memory of a model of 135 million parameters.
         offset = -(-self.size_bytes // _BOUNDARY_BYTES) * _BOUNDARY_BYTES
         self.tensors.append((offset, tensor))
         self.size_bytes = offset + tensor.numel() * tensor.element_size()
@@ -59,7 +59,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def decode(encoded: object, file: MappedFile) -> object:
-    """The value that `Encoder.encode` was given, its tensors in place in the file."""
+    """Return the value that `ValueEncoder.encode` got, its tensors in place in the file."""
     if not isinstance(encoded, dict):
         return encoded
     if "tuple" in encoded:
@@ -75,7 +75,7 @@ def decode(encoded: object, file: MappedFile) -> object:
         return named
     assert encoded["module"].startswith(_PACKAGE), encoded["module"]
     value_class = getattr(importlib.import_module(encoded["module"]), encoded["class"])
-    # Nothing else of a module is called, whatever the file asks for.
+    # Nothing else of a module can be called, whatever the file asks for.
     assert isinstance(value_class, type) and dataclasses.is_dataclass(value_class), encoded["class"]
     return value_class(**{name: decode(value, file) for name, value in encoded["fields"].items()})
 
@@ -84,13 +84,13 @@ def decode(encoded: object, file: MappedFile) -> object:
 class StoredFormat:
     """The tensors of a checkpoint in one format."""
 
-    name: str  # as of packed weights ("int4 in groups of 128"), or a type
+    name: str  # as for packed weights ("int4 in groups of 128"), or a type
     num_tensors: int
     size_bytes: int  # in the files, scales included
 
 
 def stored_formats(checkpoint: Checkpoint) -> list[StoredFormat]:
-    """The formats of all tensors, those that take most bytes first."""
+    """Return the formats of all tensors, largest total size first."""
     found: dict[str, StoredFormat] = {}
     for tensor in checkpoint.shapes:
         format = checkpoint.quantized_as(tensor)

@@ -1,10 +1,10 @@
-"""GGUF files of language models as checkpoints: their config and tensor names in Hugging Face's words.
+"""GGUF files of language models as checkpoints: their config and tensor names in Hugging Face's terms.
 
-A model that sees comes as two files: the language model, and a projector beside it (`gguf_projector`).
+A model that sees comes as two files: the language model, and a projector beside it (`gguf/projector.py`).
 
-Quantised tensors are decoded as they are read, or taken apart into the quants they have (`gguf/quants.py`). The q and k
-rows of the llama architecture are stored in the order of the older rotary embedding, which turns neighbours instead of
-halves: reading puts them back.
+Quantised tensors are decoded when read, or split into their quants (`gguf/quants.py`). The llama architecture stores q
+and k rows in the order of the older rotary embedding, which rotates neighbours instead of halves: reading reorders
+them.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 class GgufCheckpoint:
     """A GGUF file, or the parts of one, any of which names them all: a `weights.checkpoint.Checkpoint`.
 
-    The experts of a layer, one tensor in the file, are tensors of their own here.
+    A layer's experts, one tensor in the file, are separate tensors here.
     """
 
     files: Path | None = None
     missing: str | None = None
 
     def __init__(self, path: Path, mmproj: str | Path | None = None) -> None:
-        """`mmproj` names the projector, "none" for text alone; None: the one that lies beside the file and fits it."""
+        """Open the file; `mmproj` names the projector, "none" for text only, None for the fitting one beside it."""
         self.path = path
         files = _parts(path)
         tensors = _all_tensors(files)
@@ -85,7 +85,7 @@ class GgufCheckpoint:
         self.fingerprint = digest.hexdigest()
 
     def _read_projector(self, file: GgufFile, mmproj: str | Path | None) -> Projector | None:
-        """The projector of a model that sees, and the config with it; else None, and what is told about pictures."""
+        """Return the projector of a model that sees, and update the config; else None, and set `missing`."""
         name, architecture = known_architecture(file)
         if architecture.seeing is None:
             if mmproj not in (None, NO_PROJECTOR):
@@ -111,29 +111,29 @@ class GgufCheckpoint:
         return self._tensors[name].size_bytes
 
     def read(self, name: str) -> Tensor:
-        """The tensor: in place for F32, F16 and BF16 unless its rows are put in order, else decoded to fp32."""
+        """Return the tensor: in place for F32, F16 and BF16 unless its rows are reordered, else decoded to fp32."""
         return self.rows(name, 0, self._tensors[name].shape[0])
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
-        """Rows [begin, end) of its first axis."""
+        """Return rows [begin, end) of its first axis."""
         tensor = self._tensors[name]
         num_heads = self._num_permuted_heads(name)
         if num_heads is None:
             return tensor.rows(begin, end)
-        # Whole heads are read, put in order and cut.
+        # Whole heads are read, reordered and cut.
         head_rows = tensor.shape[0] // num_heads
         first, last = begin // head_rows, -(-end // head_rows)
         heads = tensor.rows(first * head_rows, last * head_rows)
         return _in_order(heads, head_rows)[begin - first * head_rows : end - first * head_rows]
 
     def quantized_as(self, name: str) -> tuple[str, int] | None:
-        """The format that has the quants of a matrix; None: it has none, or none that kernels multiply."""
+        """Return the format of a matrix's quants; None if it has none that kernels multiply."""
         tensor = self._tensors[name]
         split = SPLITS.get(tensor.format.name) if isinstance(tensor, PlacedTensor) else None
         return None if split is None or len(tensor.shape) != 2 else split.format
 
     def quantized_rows(self, name: str, begin: int, end: int) -> Quantized:
-        """Rows [begin, end) of a matrix in that format."""
+        """Return rows [begin, end) of a matrix in that format."""
         tensor = self._tensors[name]
         assert isinstance(tensor, PlacedTensor)  # others have no such format
         num_heads = self._num_permuted_heads(name)
@@ -151,7 +151,7 @@ class GgufCheckpoint:
         return Quantized(whole.name, cut(whole.values), cut(whole.scales), mins, whole.group_size)
 
     def release(self, name: str) -> None:
-        """Releases the tensor's pages."""
+        """Release the tensor's pages."""
         self._tensors[name].release()
 
     def _num_permuted_heads(self, name: str) -> int | None:
@@ -165,7 +165,7 @@ class GgufCheckpoint:
 
 
 def _parts(path: Path) -> list[GgufFile]:
-    """The file, or all of those that it is a part of, in order."""
+    """Return the file, or all the parts it belongs to, in order."""
     file = GgufFile(path)
     count = file.metadata.get("split.count", 1)
     if count in (0, 1):
@@ -201,7 +201,7 @@ def _all_tensors(files: Sequence[GgufFile]) -> dict[str, PlacedTensor]:
 
 
 def _named(name: str, placed: PlacedTensor) -> dict[str, PlacedTensor]:
-    """A tensor under Hugging Face's name; one of all experts as a tensor for each."""
+    """Return a tensor under Hugging Face's name; all experts of a layer as a tensor each."""
     experts = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
     if experts is None or experts[2] not in _EXPERT_NAMES or len(placed.shape) != 3:
         return {huggingface_name(name): placed}
@@ -215,12 +215,12 @@ def _named(name: str, placed: PlacedTensor) -> dict[str, PlacedTensor]:
 
 
 def _in_order(rows: Tensor, head_rows: int) -> Tensor:
-    """Rows of whole heads, of which the file has the two halves in turn."""
+    """Reorder rows of whole heads, whose two halves alternate in the file."""
     return rows.view(-1, head_rows // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def huggingface_name(name: str) -> str:
-    """The name a tensor has in a Hugging Face checkpoint; as it is where there is none, so that loading lists it."""
+    """Return a tensor's Hugging Face name; an unknown name is unchanged, so that loading reports it."""
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if layer and layer[2] in _LAYER_NAMES:
         return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{layer[3]}"
@@ -229,5 +229,5 @@ def huggingface_name(name: str) -> str:
 
 
 def _seeing_name(name: str) -> str:
-    """The name that a tensor of a language model has in a model that sees."""
+    """Return the name that a language model's tensor has in a model that sees."""
     return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name

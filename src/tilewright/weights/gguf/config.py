@@ -1,4 +1,4 @@
-"""What config.json would say of a GGUF file's model, read from the file's metadata."""
+"""Builds the config.json of a GGUF file's model from the file's metadata."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from tilewright.host.files import CheckpointError
 from tilewright.weights.gguf.file import GgufFile, PlacedTensor
 
-PROJECTOR_ARCHITECTURE = "clip"  # of a file that has no language model, but the tower that pictures go through
+PROJECTOR_ARCHITECTURE = "clip"  # of a file with only the tower for pictures
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The class and model_type of Hugging Face's config."""
+    """Class and model_type in Hugging Face's config."""
 
     class_name: str
     model_type: str
-    seeing: tuple[str, str] | None = None  # the same with a projector; None: it sees no pictures
+    seeing: tuple[str, str] | None = None  # class and model_type with a projector; None: the model sees no pictures
     has_experts: bool = False
 
 
-# By GGUF's name. Without its tower Qwen3-VL is Qwen3: a text has the same position on all three axes.
+# By GGUF's name. Without its tower Qwen3-VL is Qwen3: text has the same position on all three axes.
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama"),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
@@ -36,8 +36,8 @@ ARCHITECTURES = {
     ),
 }
 
-ROPE_FREQUENCIES = "rope_freqs.weight"  # Llama 3's scaling, worked out: the config has the rule instead
-# The ids that a config has of the tokens of pictures: a GGUF file has the tokens alone.
+ROPE_FREQUENCIES = "rope_freqs.weight"  # the factors of Llama 3's scaling; the config has the rule instead
+# Config entries for the token ids of pictures: a GGUF file has only the tokens.
 _MEDIA_TOKENS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
@@ -47,13 +47,13 @@ _MEDIA_TOKENS = {
 
 
 class Keys:
-    """The metadata of one architecture, checked as it is asked for."""
+    """The metadata of one architecture, checked when read."""
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
         self._file, self._prefix = file, architecture
 
     def get(self, key: str, kind: type, default: object = None) -> object:
-        """The value of "<architecture>.<key>", a number; `default` where the file has none."""
+        """Return the value of "<architecture>.<key>", a number; `default` if the file has none."""
         value = self._file.metadata.get(f"{self._prefix}.{key}", default)
         allowed = (int, float) if kind is float else (kind,)
         if value is not default and (isinstance(value, bool) or not isinstance(value, allowed)):
@@ -69,7 +69,7 @@ class Keys:
         return value
 
     def numbers(self, key: str, length: int) -> list[float]:
-        """A list of so many numbers."""
+        """Return a list of `length` numbers."""
         value = self._file.metadata.get(f"{self._prefix}.{key}")
         if not isinstance(value, list) or len(value) != length or not all(type(item) in (int, float) for item in value):
             raise CheckpointError(
@@ -79,7 +79,7 @@ class Keys:
 
 
 def known_architecture(file: GgufFile) -> tuple[str, Architecture]:
-    """GGUF's name of a language model's architecture, and what it is called elsewhere."""
+    """Return GGUF's name of a language model's architecture, and its Architecture."""
     path, name = file.mapped.path, file.metadata.get("general.architecture")
     if name == PROJECTOR_ARCHITECTURE:
         raise CheckpointError(
@@ -92,7 +92,7 @@ def known_architecture(file: GgufFile) -> tuple[str, Architecture]:
 
 
 def text_config(file: GgufFile, tensors: Mapping[str, PlacedTensor]) -> dict:
-    """What config.json of the language model alone would say. `file` has the metadata."""
+    """Return the config.json of the language model. `file` has the metadata."""
     path, metadata = file.mapped.path, file.metadata
     architecture, known = known_architecture(file)
     keys = Keys(file, architecture)
@@ -130,7 +130,7 @@ def text_config(file: GgufFile, tensors: Mapping[str, PlacedTensor]) -> dict:
             "num_experts": keys.size("expert_count"),
             "num_experts_per_tok": keys.size("expert_used_count"),
             "moe_intermediate_size": keys.size("expert_feed_forward_length"),
-            "norm_topk_prob": True,  # of all Qwen3; files do not say it
+            "norm_topk_prob": True,  # true for all Qwen3; files do not have it
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
@@ -139,16 +139,16 @@ def text_config(file: GgufFile, tensors: Mapping[str, PlacedTensor]) -> dict:
 
 
 def num_deepstack_layers(file: GgufFile) -> int | None:
-    """How many feature maps beside the first a language model takes; None: its file does not say."""
+    """Return how many feature maps beside the first a language model takes; None if its file does not say."""
     value = Keys(file, str(file.metadata["general.architecture"])).get("n_deepstack_layers", int)
     assert value is None or isinstance(value, int)
     return value
 
 
 def seeing_config(file: GgufFile, text: dict, vision: dict, preprocessing: dict) -> dict:
-    """What config.json of a language model with a projector would say: `text` and `vision` are its two parts.
+    """Return the config.json of a language model with a projector, from its two parts `text` and `vision`.
 
-    `preprocessing` is what preprocessor_config.json would say.
+    `preprocessing` are the entries of preprocessor_config.json.
     """
     name, known = known_architecture(file)
     assert known.seeing is not None
@@ -182,7 +182,7 @@ def _media_token_ids(file: GgufFile) -> dict[str, int]:
 
 
 def _check_head_rows(path: Path, tensors: Mapping[str, PlacedTensor], config: dict) -> None:
-    """Rows that are put in order come in whole heads of an even width; a file that lies about it is refused."""
+    """Check that reordered rows are whole heads of an even width."""
     for name, heads in (("attn_q", config["num_attention_heads"]), ("attn_k", config["num_key_value_heads"])):
         for stored_name, tensor in tensors.items():
             if stored_name.endswith((f".{name}.weight", f".{name}.bias")) and tensor.shape[0] % (2 * heads):
@@ -210,7 +210,7 @@ def _rope_scaling(file: GgufFile, tensors: Mapping[str, PlacedTensor], keys: Key
 
 
 def _llama3_scaling(tensor: PlacedTensor, keys: Keys) -> dict:
-    """The rule that gives the factors the file lists: Llama 3's constants, checked against every factor."""
+    """Return the rule for the file's factors: Llama 3's constants, checked against every factor."""
     factors = tensor.rows(0, tensor.shape[0]).double().flatten()
     theta = keys.get("rope.freq_base", float, 10000.0)
     assert isinstance(theta, (int, float))

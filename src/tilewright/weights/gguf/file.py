@@ -1,4 +1,4 @@
-"""The GGUF container (versions 2 and 3): metadata and where each tensor lies. Nothing in a file is trusted."""
+"""The GGUF container (versions 2 and 3): its metadata, and the place of each tensor. Nothing in a file is trusted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilewright.weights.safetensors import MappedFile
 
 VERSIONS = (2, 3)
 MAX_RANK = 4
-MAX_HEADER_BYTES = 100_000_000  # as safetensors allows; a vocabulary of 260,000 tokens with its merges takes 15 MB
+MAX_HEADER_BYTES = 100_000_000  # as for safetensors; a vocabulary of 260,000 tokens with its merges takes 15 MB
 MAX_ARRAY = 1 << 22  # elements of a list in the metadata: the largest vocabularies have 262,144
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -26,7 +26,7 @@ _SCALARS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", _BOOL
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """Where a tensor lies, and how it is stored; `shape` with the longest stride first, as torch has it."""
+    """Place and format of a tensor; `shape` starts with the longest stride, as in torch."""
 
     offset: int
     size_bytes: int
@@ -36,25 +36,25 @@ class PlacedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of `rows`."""
+        """Type of the result of `rows`."""
         return self.format.dtype
 
     def stored(self, begin: int, end: int) -> Tensor:
-        """The bytes of rows [begin, end) of the first axis."""
+        """Return the bytes of rows [begin, end) of the first axis."""
         row_bytes = self.size_bytes // max(self.shape[0], 1)
         return _aligned(self.file.bytes_at(self.offset + begin * row_bytes, (end - begin) * row_bytes))
 
     def rows(self, begin: int, end: int) -> Tensor:
-        """Rows [begin, end) of the first axis: in place for F32, F16 and BF16, else decoded to fp32."""
+        """Return rows [begin, end) of the first axis: in place for F32, F16 and BF16, else decoded to fp32."""
         if len(self.shape) == 1:
-            # One row of the format holds all of a vector.
+            # A vector is one row of the format.
             data = _aligned(self.file.bytes_at(self.offset, self.size_bytes))
             return dequantize(data, self.format, self.shape[0])[0, begin:end]
         data = dequantize(self.stored(begin, end), self.format, self.shape[-1])
         return data.view(end - begin, *self.shape[1:])
 
     def release(self) -> None:
-        """Releases its pages."""
+        """Release its pages."""
         self.file.release(self.offset, self.size_bytes)
 
 
@@ -123,7 +123,7 @@ class GgufFile:
 
 
 def architecture_of(path: Path) -> object:
-    """A file's general.architecture, None where it has none; what comes after it, a vocabulary say, is not read."""
+    """Return a file's general.architecture, or None, without reading later metadata such as the vocabulary."""
     mapped = MappedFile(path)
     cursor, _, num_keys = _begin(mapped)
     for _ in range(num_keys):
@@ -135,7 +135,7 @@ def architecture_of(path: Path) -> object:
 
 
 def _begin(mapped: MappedFile) -> tuple[_Cursor, int, int]:
-    """A cursor at the first key of a file, and how many tensors and keys there are."""
+    """Return a cursor at a file's first key, and its numbers of tensors and keys."""
     cursor = _Cursor(mapped)
     magic = cursor.take(4)
     if magic != b"GGUF":
@@ -147,7 +147,7 @@ def _begin(mapped: MappedFile) -> tuple[_Cursor, int, int]:
     return cursor, cursor.number("u8"), cursor.number("u8")
 
 
-# Only to name what a file has: those of FORMATS are the ones that are read.
+# Names for error messages only; the types in FORMATS are supported.
 _OTHER_TYPES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
@@ -178,7 +178,7 @@ class _Cursor:
         return self.take(self.number("u8")).decode("utf-8", errors="replace")
 
     def value(self, kind: int, key: str) -> object:
-        """A value of the type with GGUF's number `kind`; arrays as lists."""
+        """Return a value of the type with GGUF's number `kind`; arrays as lists."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
@@ -200,7 +200,7 @@ class _Cursor:
         return (values != 0).tolist() if kind == _BOOL else values.tolist()
 
     def _check(self, end: int) -> None:
-        """Refuses a header that ends at `end` or later, if the file or our limit ends before."""
+        """Raise if the header's next field ends after the file or our limit."""
         if end > self._file.size_bytes:
             raise CheckpointError(
                 f"{self._file.path} is truncated or damaged: its header asks for byte {end} "
@@ -212,7 +212,7 @@ class _Cursor:
             )
 
     def _expect(self, count: int, item_bytes: int, key: str) -> None:
-        """Checked before memory is taken for a count that the file claims."""
+        """Check a count that the file claims, before memory is allocated for it."""
         size_bytes = count * item_bytes
         if size_bytes > self._file.size_bytes - self.position:
             raise CheckpointError(f"{self._file.path}: {key} claims {size_bytes} bytes or more, past the file's end")
@@ -220,7 +220,7 @@ class _Cursor:
             raise CheckpointError(f"{self._file.path}: {key} has {count} elements, the limit is {MAX_ARRAY}")
 
     def _strings(self, count: int) -> list[str]:
-        # A vocabulary has 150,000: a local loop takes a third of the time of calling string().
+        # With 150,000 tokens in a vocabulary, a local loop takes a third of the time of calling string().
         memory, position = self._file.memory, self.position
         limit = min(self._file.size_bytes, MAX_HEADER_BYTES)
         strings = []

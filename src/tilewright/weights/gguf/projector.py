@@ -1,8 +1,7 @@
 """Projector files (mmproj) of GGUF models that see: the vision tower, found beside the language model.
 
-Those of Qwen3-VL are read. Their layout is that of llama.cpp's converter: q, k and v are one tensor in their own order,
-as Hugging Face has it; a tensor of the patch embedding for each of its two frames; deepstack mergers by the block whose
-output they read.
+Qwen3-VL's are supported. Their layout is that of llama.cpp's converter: q, k and v are one tensor in Hugging Face's
+order; a patch embedding tensor for each of its two frames; deepstack mergers by the block whose output they read.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tilewright.host.files import CheckpointError, exists
 from tilewright.weights.gguf.config import PROJECTOR_ARCHITECTURE, Keys
 from tilewright.weights.gguf.file import GgufFile, PlacedTensor, architecture_of
 
-NO_PROJECTOR = "none"  # instead of a projector's path: none is looked for
+NO_PROJECTOR = "none"  # as mmproj: no projector is looked for
 KIND = "qwen3vl_merger"
 NUM_CHANNELS = 3  # red, green, blue
 
@@ -49,7 +48,7 @@ _DEEPSTACK = re.compile(r"v\.deepstack\.(\d+)\.(\w+)\.(weight|bias)")
 
 @dataclass(frozen=True)
 class FrameTensors:
-    """A kernel [D, C, frames, P, P] of which the file has a tensor [D, C, P, P] for each frame."""
+    """A kernel [D, C, frames, P, P] that the file has as a tensor [D, C, P, P] for each frame."""
 
     frames: tuple[PlacedTensor, ...]
 
@@ -60,7 +59,7 @@ class FrameTensors:
 
     @property
     def dtype(self) -> torch.dtype:
-        """fp32 where the frames differ in type."""
+        """The frames' type; fp32 if they differ."""
         found = {frame.dtype for frame in self.frames}
         return found.pop() if len(found) == 1 else torch.float32
 
@@ -69,7 +68,7 @@ class FrameTensors:
         return sum(frame.size_bytes for frame in self.frames)
 
     def rows(self, begin: int, end: int) -> Tensor:
-        """Rows [begin, end) of the first axis."""
+        """Return rows [begin, end) of the first axis."""
         return torch.stack([frame.rows(begin, end).to(self.dtype) for frame in self.frames], dim=2)
 
     def release(self) -> None:
@@ -95,7 +94,7 @@ class Projector:
         return self.file.mapped.path
 
     def check_fit(self, model: Path, width: int, num_deepstack_layers: int | None) -> None:
-        """CheckpointError unless its features are what the language model takes."""
+        """Raise CheckpointError unless its features fit the language model."""
         own_width, own_layers = self.config["out_hidden_size"], len(self._deepstack_layers)
         if own_width != width:
             raise CheckpointError(
@@ -125,9 +124,9 @@ class Projector:
             raise CheckpointError(f"{self.path} has no clip.use_gelu that is true, which the layers of {KIND} compute")
 
     def _read_config(self) -> dict:
-        """What vision_config of config.json would say.
+        """Return the vision_config of config.json.
 
-        attention.layer_norm_epsilon is not read: converters put the language model's there, and the tower's is fixed.
+        attention.layer_norm_epsilon is not read: converters write the language model's there, and the tower's is fixed.
         """
         keys, width = self._keys, self._keys.size("vision.embedding_length")
         patch, positions = (self._tensor(name) for name in (_PATCH_FRAMES[0], _POSITIONS))
@@ -153,11 +152,11 @@ class Projector:
             "in_channels": NUM_CHANNELS,
             "num_position_embeddings": positions.shape[0],
             "deepstack_visual_indexes": self._deepstack_layers,
-            "hidden_act": "gelu_pytorch_tanh",  # what use_gelu means in this format
+            "hidden_act": "gelu_pytorch_tanh",  # the meaning of use_gelu in this format
         }
 
     def _read_preprocessing(self) -> dict:
-        """What preprocessor_config.json would say, as far as the file does."""
+        """Return the entries of preprocessor_config.json that the file has."""
         mean, std = (self._keys.numbers(f"vision.image_{name}", 3) for name in ("mean", "std"))
         if not all(math.isfinite(value) for value in (*mean, *std)) or not all(std):
             raise CheckpointError(
@@ -185,7 +184,7 @@ class Projector:
         return found | {_PATCH_WEIGHT: FrameTensors(tuple(self._tensor(name) for name in _PATCH_FRAMES))}
 
     def _huggingface_name(self, name: str) -> str:
-        """The name in a Hugging Face checkpoint; as it is where there is none, so that loading lists it."""
+        """Return a tensor's Hugging Face name; an unknown name is unchanged, so that loading reports it."""
         block = re.fullmatch(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)", name)
         if block and block[2] in _BLOCK_NAMES:
             return f"{_PREFIX}.blocks.{block[1]}.{_BLOCK_NAMES[block[2]]}.{block[3]}"
@@ -200,9 +199,9 @@ class Projector:
 def find_projector(
     model: Path, mmproj: str | Path | None, width: int, num_deepstack_layers: int | None
 ) -> Projector | None:
-    """The projector of a language model that takes such features; None: there is none, or `mmproj` is "none".
+    """Return the projector that fits a language model; None if there is none, or `mmproj` is "none".
 
-    `mmproj` is its path, from here or from the model's folder; None: the one in that folder that fits.
+    `mmproj` is its path, relative to here or to the model's folder; None: the fitting one in that folder.
     """
     if mmproj == NO_PROJECTOR:
         return None
@@ -244,7 +243,7 @@ def _named_path(model: Path, mmproj: str | Path) -> Path:
 
 
 def _beside(model: Path) -> Sequence[Path]:
-    """The projectors in a model's folder."""
+    """Return the projectors in a model's folder."""
     return [path for path in sorted(model.parent.glob("*.gguf")) if path != model and _is_projector(path)]
 
 
@@ -252,5 +251,5 @@ def _is_projector(path: Path) -> bool:
     try:
         return architecture_of(path) == PROJECTOR_ARCHITECTURE
     except CheckpointError:
-        # Another model's file that is damaged is nobody's business here; a projector's is, when it is opened.
+        # Damage to another model's file is ignored here; a projector's is reported when it is opened.
         return "mmproj" in path.name.lower()

@@ -1,9 +1,8 @@
 """GGUF's blocks of quantised weights as the quants, scales and mins that kernels multiply: nothing is widened.
 
-Quants are the file's own. Scales and mins are fp16: of Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and IQ4_NL the file's own too;
-those of MXFP4 are powers of two, of which the ones below 2^-24 count as nothing; those of
-Q4_K, Q5_K and Q6_K are the product of an fp16 and a small integer, rounded to fp16 (a relative error of 2^-11 at
-most, where the quants' own is 2^-6 and more).
+Quants are the file's own. Scales and mins are fp16: the file's own for Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and IQ4_NL; powers
+of two for MXFP4, those below 2^-24 becoming zero; for Q4_K, Q5_K and Q6_K the product of an fp16 and a small integer,
+rounded to fp16 (a relative error of at most 2^-11, beside the quants' own of 2^-6 and more).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from tilewright.ops.quantized import WIDENED, WITH_MINS, WITH_ZEROS, Quantized, quants_of, stored_scale, values_dtype
 from tilewright.weights.dequantize import half, power_of_two, scales_and_minima
 
-Format = tuple[str, int]  # as ops.packed.weight_format takes it
+Format = tuple[str, int]  # as in ops.packed.weight_format
 
 # Quants [B, block elements], scales and mins [B, groups] of blocks of bytes [B, block bytes].
 _Parts = tuple[Tensor, Tensor, Tensor | None]
@@ -25,14 +24,14 @@ _Parts = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Split:
-    """How the blocks of a tensor type are taken apart, and the format that has the same quants."""
+    """How a tensor type's blocks are split into quants, scales and mins, and the format with the same quants."""
 
     format: Format
     block_bytes: int
     parts: Callable[[Tensor], _Parts]
 
     def rows(self, data: Tensor, num_rows: int) -> Quantized:
-        """Whole rows of uint8 [rows * row bytes]."""
+        """Return whole rows of uint8 [rows * row bytes] as quants."""
         name, group_size = self.format
         values, scales, mins = self.parts(data.view(-1, self.block_bytes))
         return Quantized(
@@ -45,12 +44,12 @@ class Split:
 
 
 def _nibbles(quants: Tensor) -> Tensor:
-    """Low, then high nibbles of each run of bytes [..., n]: [..., 2 n]."""
+    """Return low, then high nibbles of each run of bytes [..., n]: [..., 2 n]."""
     return torch.cat([quants & 15, quants >> 4], -1)
 
 
 def _fifth_bits(blocks: Tensor, offset: int) -> Tensor:
-    """16 for each of 32 elements whose bit is set in the 32 bits at `offset`, else 0."""
+    """Return 16 for each of 32 elements whose bit is set in the 32 bits at `offset`, else 0."""
     words = blocks[:, offset : offset + 4].contiguous().view(torch.int32)
     return ((words >> torch.arange(32, dtype=torch.int32) & 1) * 16).to(torch.uint8)
 
@@ -119,9 +118,9 @@ SPLITS = {
 
 
 def common_format(formats: Sequence[Format]) -> Format | None:
-    """A format that has the quants of all: their own, or bytes in the smallest of their groups; None: there is none.
+    """Return a format for the quants of all: their own, or bytes in the smallest of their groups; None if none exists.
 
-    Those whose products do not round x are not mixed, nor are zeros or whole rows with groups of another kind.
+    Formats whose products do not round x are not mixed, nor are zeros or whole rows with other kinds of groups.
     """
     if len(set(formats)) == 1:
         return formats[0]
@@ -132,7 +131,7 @@ def common_format(formats: Sequence[Format]) -> Format | None:
 
 
 def in_format(weight: Quantized, format: Format) -> Quantized:
-    """The same quants in a format that `common_format` gave for theirs."""
+    """Return the same quants in a format that `common_format` returned for theirs."""
     name, group_size = format
     if (weight.name, weight.group_size) == format:
         return weight
