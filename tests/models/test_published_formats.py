@@ -252,7 +252,11 @@ REFUSED = [
     (lambda: Gptq(32), {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', expected gptq, gptq_v2"),
     (lambda: Awq(32), {"version": "gemv"}, "version is 'gemv', expected gemm"),
     (lambda: Awq(32), {"group_size": 64}, r"scales is \[8, 128\], expected \[4, 128\]"),
-    (lambda: CompressedPacked(32), {"format": "marlin-24"}, "its format is marlin-24 with 4 bits, which is not supported"),
+    (
+        lambda: CompressedPacked(32),
+        {"format": "marlin-24"},
+        "its format is marlin-24 with 4 bits, which is not supported",
+    ),
     (lambda: CompressedPacked(32), {"config_groups": {}}, "no group of its config names model.layers.0"),
     (lambda: Fp8(128), {"fmt": "e5m2"}, "fmt is 'e5m2'"),
     (lambda: Fp8(128), {"weight_block_size": [128]}, "expected two sizes"),

@@ -39,7 +39,8 @@ def method(name: str) -> dict:
 def test_the_format_is_named(make_checkpoint, config, tensors, name):
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # none shares memory in a file
     checkpoint = make_checkpoint(tensors, config={"model_type": "test", **config})
-    with pytest.raises(CheckpointError, match=f"checkpoint is quantised as {name}, which is not supported; .*not quantised"):
+    message = f"checkpoint is quantised as {name}, which is not supported; .*not quantised"
+    with pytest.raises(CheckpointError, match=message):
         load([LinearWeight([("q", 4)], 8)], checkpoint, dtype=torch.float32)
 
 
