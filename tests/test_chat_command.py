@@ -106,7 +106,7 @@ def test_a_pipe_that_stays_silent_is_not_waited_for(monkeypatch, capsys):
     with open(read) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         assert chat._prompt("Hello") == "Hello"
-        assert "nothing came from standard input within 0.01 s" in capsys.readouterr().err
+        assert "no standard input within 0.01 s" in capsys.readouterr().err
         os.write(write, b"late")
         os.close(write)
         assert chat._prompt("Hello") == "late\n\nHello"

@@ -62,7 +62,7 @@ def test_sides_guidance_and_negative(model, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--size", "23x20"], "width is 23, expected a multiple of 4: 20 or 24, say"),
-        (["--size", "24x20", "--width", "24"], "--size says width and height"),
+        (["--size", "24x20", "--width", "24"], "--size sets width and height"),
         (["--steps", "1000"], "num_steps is 1000, expected an integer from 1 to 200"),
         (["--guidance", "nan"], "guidance is nan, expected a number"),
         (["--image", "nothing.png"], "--image nothing.png: there is no such file"),
@@ -88,7 +88,7 @@ def test_an_empty_prompt(model, capsys):
 def test_sizes_that_are_none(capsys):
     with pytest.raises(SystemExit):
         cli.main(["image", "a cat", "--size", "large"])
-    assert "'large' is no size, expected one such as 1024x768" in capsys.readouterr().err
+    assert "'large' is not a size, expected one such as 1024x768" in capsys.readouterr().err
 
 
 def test_without_a_model_the_embedded_one_draws(model, tmp_path, monkeypatch, capsys):

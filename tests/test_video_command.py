@@ -54,7 +54,7 @@ def test_seconds_and_an_animated_picture(model, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--frames", "6"], "num_frames is 6, expected 1 more than a multiple of 4: 5, say"),
-        (["--frames", "5", "--seconds", "1"], "--seconds says how many frames"),
+        (["--frames", "5", "--seconds", "1"], "--seconds sets the number of frames"),
         (["--seconds", "100"], "--seconds is 100, expected more than 0 and at most 15.1"),
         (["--fps", "nan"], "--fps is nan, expected 1 to 120"),
         (["-o", "cat.avi"], "cat.avi ends in .avi, expected one of .mp4"),
@@ -80,4 +80,4 @@ def test_a_model_of_pictures_is_told_apart(tmp_path, capsys):
 
 def test_a_model_must_be_named(capsys):
     assert cli.main(["video", "a cat"]) == 2
-    assert "the embedded one makes stills" in capsys.readouterr().err
+    assert "the embedded model makes only stills" in capsys.readouterr().err

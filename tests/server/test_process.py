@@ -145,7 +145,7 @@ def test_a_second_signal_ends_the_answers_with_an_error_that_says_so(serve):
         waiting = pool.submit(lambda: client.chat.completions.create(**LONG))
         server.wait_for(lambda: True)
         os.kill(server.process.pid, signal.SIGTERM)
-        server.wait_for(lambda: any("finishing the answers" in line for line in server.lines))
+        server.wait_for(lambda: any("finishing the running answers" in line for line in server.lines))
         os.kill(server.process.pid, signal.SIGTERM)
         for stream in streams:
             with pytest.raises(openai.APIError) as caught:
@@ -188,7 +188,7 @@ def test_a_stopped_engine_is_told_of_and_loses_nothing(serve):
 
 def test_a_server_that_is_killed_leaves_no_engine_behind(serve):
     server = serve()
-    assert any(f"a page to talk to it at {server.url}/," in line for line in server.lines)
+    assert any(f"the web page is {server.url}/," in line for line in server.lines)
     engine = server.engine_pid()
     server.process.kill()
     deadline = time.monotonic() + 30

@@ -1,4 +1,4 @@
-"""The `tilewright` command. Each subcommand imports what it needs when it runs: --help is fast."""
+"""The `tilewright` command. Each subcommand imports its modules when it runs, so that --help is fast."""
 
 import argparse
 import contextlib
@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 from tilewright import __version__
 
-INTERRUPTED = 130  # the exit status that shells give a program which Ctrl-C ended
+INTERRUPTED = 130  # shells' exit status of a program that Ctrl-C ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status of `tilewright ARGUMENTS`."""
+    """Run `tilewright ARGUMENTS` and return the exit status."""
     try:
         return _main(arguments)
     except KeyboardInterrupt:
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    # Imported here, as each command's own: Ctrl-C while modules load shows no traceback either.
+    # Imported here, like each command's modules, so that Ctrl-C while modules load shows no traceback.
     from tilewright.cli.streams import READER_LEFT, OutputError, guarded
     from tilewright.config import ConfigError
     from tilewright.host.files import CheckpointError
@@ -44,7 +44,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _print_error(error: Exception) -> None:
-    # Standard error may be full or closed; there is nobody else to tell.
+    # Standard error may be full or closed.
     with contextlib.suppress(OSError):
         print(f"tilewright: {error}", file=sys.stderr)
 
@@ -62,11 +62,11 @@ class _Parser(argparse.ArgumentParser):
         return options, others
 
     def _unknown_flag(self, words: Sequence[str]) -> str | None:
-        """Return the first flag that this parser has not, which argparse would report after what is missing."""
+        """Return the first unknown flag, which argparse would report only after missing arguments."""
         for word in words:
             flag = word.partition("=")[0]
             if word == "--" or (self._subparsers is not None and not word.startswith("-")):
-                return None  # no flags follow, or those of another parser
+                return None  # no flags follow, or only flags of another parser
             is_flag = flag.startswith("--") and " " not in flag
             if is_flag and not any(known.startswith(flag) for known in self._option_string_actions):
                 return flag

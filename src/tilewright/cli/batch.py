@@ -1,4 +1,4 @@
-"""`tilewright batch`: its flags, and the run of a batch."""
+"""`tilewright batch`: its flags, and the run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from tilewright.batch.work import Progress, Totals
     from tilewright.engine.engine import Engine
 
-# As large as the library's: the files are the user's own. Paths are read by the gate, not by the engine.
+# The library's limits: the files are the user's own. The gate reads paths, not the engine.
 MEDIA_LIMITS = MediaLimits(allow_paths=False, allow_precomputed=False)
 
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command `batch`."""
+    """Add the command `batch`."""
     parser = commands.add_parser(
         "batch",
         help="answer a file of requests",
@@ -54,7 +54,7 @@ exit status: 0 all requests succeeded, 1 some failed, 2 the batch cannot run or 
     )
     parser.add_argument("input", metavar="IN", type=Path, help="requests, one JSON object per line")
     parser.add_argument(
-        "output", metavar="OUT", type=Path, help="the answers; requests that it answers already are skipped"
+        "output", metavar="OUT", type=Path, help="the answers; requests that have an answer in it are skipped"
     )
     parser.add_argument("--errors", metavar="FILE", type=Path, help="write failed requests there instead of OUT")
     how = parser.add_mutually_exclusive_group()
@@ -63,13 +63,13 @@ exit status: 0 all requests succeeded, 1 some failed, 2 the batch cannot run or 
     parser.add_argument("--name", help="the model's name in the requests (default: its folder's name)")
     parser.add_argument(
         "--concurrency", type=engine_flags.positive, metavar="N",
-        help="requests under way at once on one engine (default: twice --max-sequences)",
+        help="requests in flight per engine (default: twice --max-sequences)",
     )  # fmt: skip
     parser.add_argument("--max-line", default="128MiB", metavar="SIZE", help="size of one request (default 128MiB)")
     parser.add_argument("--allow-private-urls", action="store_true", help="also fetch media from private addresses")
     parser.add_argument(
         "--allow-precomputed", action="store_true",
-        help="also take what an encoder reads or makes of a medium (image_features, ...) in its place",
+        help="also accept an encoder's inputs or features (image_features, ...) in place of media",
     )  # fmt: skip
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors only")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
@@ -80,7 +80,7 @@ exit status: 0 all requests succeeded, 1 some failed, 2 the batch cannot run or 
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status."""
+    """Run the command and return the exit status."""
     replicas.check(options)
     engine_flags.check_model(options.model, options.mmproj)
     from tilewright.batch.requests import RequestFile
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
     paths = [options.input, options.output, *([options.errors] if options.errors else [])]
-    # Links are resolved first: replacing a file must not replace a link to it.
+    # Resolve links first: replacing a file must not replace a link to it.
     source, *targets = (path.expanduser().resolve() for path in paths)
     if len({source, *targets}) < len(paths):
         raise RequestError("IN, OUT and the file of --errors must be different files")
@@ -122,7 +122,7 @@ def _media_limits(options: argparse.Namespace) -> MediaLimits:
 
 
 def _resume(requests: RequestFile, results: Results, totals: Totals, *, drops_failed: bool) -> set[str]:
-    """Marks and counts the requests that are done; returns the names of the models that answered."""
+    """Mark and count the requests that are done; return the names of the models that answered."""
     answered_by: set[str] = set()
     for path, entry in results.entries(drops_failed=drops_failed):
         try:
@@ -142,7 +142,7 @@ async def _answer_all(
     options: argparse.Namespace, engine: Engine, requests: RequestFile, results: Results, totals: Totals,
     answered_by: Collection[str],
 ) -> int:  # fmt: skip
-    """The exit status, when all requests are done or something stops the batch."""
+    """Answer all requests until done or interrupted; return the exit status."""
     from tilewright.batch.requests import PathGate
     from tilewright.batch.work import BatchWorkers, Progress
     from tilewright.server.link.remote import LocalBackend
@@ -161,7 +161,7 @@ async def _answer_all(
 
     async def close() -> None:
         await gate.close()
-        await asyncio.to_thread(engine.close)  # while this loop still receives the engine's events
+        await asyncio.to_thread(engine.close)  # while this event loop still receives the engine's events
 
     return await _finish(options, workers.work(requests.left(), concurrency), close, results, totals, progress)
 
@@ -169,7 +169,7 @@ async def _answer_all(
 def _answer_by_replicas(
     options: argparse.Namespace, requests: RequestFile, results: Results, totals: Totals, answered_by: Collection[str]
 ) -> int:
-    """The exit status of a batch that several engines answer."""
+    """Answer all requests with several engines; return the exit status."""
     from tilewright.batch import ray_data
     from tilewright.batch.work import ENGINE_LOST, Progress, WorkerSettings
     from tilewright.engine.schedule.step import StepLimits
@@ -213,7 +213,7 @@ async def _finish(
     options: argparse.Namespace, work: Coroutine[Any, Any, None], close: Callable[[], Awaitable[None]],
     results: Results, totals: Totals, progress: Progress,
 ) -> int:  # fmt: skip
-    """The exit status, when the work is done or something stops it; then what did it is closed."""
+    """Wait until the work is done or interrupted, close, print the summary and return the exit status."""
     from tilewright.batch.work import Interruption
 
     working = asyncio.create_task(work)
@@ -237,7 +237,7 @@ async def _finish(
 
 
 def _check_names(requests: RequestFile, answered_by: Collection[str], model: str, own_name: str) -> None:
-    """RequestError if requests name another model than `model`, or OUT has answers of another."""
+    """Raise RequestError if requests name a model other than `model`, or OUT has answers of another one."""
     from tilewright.server.link.backend import names_model
 
     for name, line_number in requests.models.items():

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from tilewright import config
 
-DAMAGED = 1  # the exit status
+DAMAGED = 1  # exit status
 
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command `cache`."""
+    """Add the command `cache`."""
     parser = commands.add_parser(
         "cache",
         help="list or verify the packed weights on disk",
@@ -28,7 +28,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status of `tilewright cache`."""
+    """Run the command and return the exit status."""
     folder = config.current().cache_dir
     if folder is None:
         print("there is no cache of packed weights: TILEWRIGHT_CACHE_DIR is off")
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
     sizes = {}
     for path in entries(folder):
-        with contextlib.suppress(FileNotFoundError):  # a server that starts meanwhile removes old ones
+        with contextlib.suppress(FileNotFoundError):  # a server that starts meanwhile removes old files
             sizes[path] = path.stat().st_size
     print(f"{folder}: {len(sizes)} of packed weights, {sum(sizes.values()) / 1e9:.1f} GB")
     status = 0

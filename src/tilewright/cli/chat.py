@@ -33,21 +33,21 @@ A pasted text is one message. To type several lines, end a line with \\ to
 go on in the next one, or put the message between \"\"\" and \"\"\"."""
 QUOTES = '"""'
 FIRST_PROMPT, NEXT_PROMPT = "> ", "... "
-PASTE_GAP_S = 0.02  # between the lines of one paste, where the terminal does not mark its ends
+PASTE_GAP_S = 0.02  # between the lines of one paste, if the terminal does not mark its ends
 
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command `chat`."""
+    """Add the command `chat`."""
     parser = commands.add_parser(
         "chat",
         help="chat in the terminal, or print one answer",
         description="Prints the answer to PROMPT on standard output as it is generated, the rest on standard error. "
-        "Without PROMPT, on a terminal: a conversation. A text that is piped in goes before PROMPT, or is the prompt. "
-        "Without -m: the model that is part of the package.",
+        "Without PROMPT, on a terminal: a conversation. Piped text goes before PROMPT, or is the prompt. "
+        "Without -m: the embedded model.",
         epilog="""examples:
   tilewright image "a red circle left of a blue square" -o shapes.png
   tilewright chat "What is on it?" --image shapes.png      the embedded model, which is tiny
-  tilewright chat "What colour is the banana?" --speak speech.wav     another one, which speaks and hears
+  tilewright chat "What colour is the banana?" --speak speech.wav     the embedded model for speech
   tilewright chat "What is said?" --audio speech.wav
   tilewright chat "What is a tile?" -m ./Qwen3-VL-2B-Instruct
   tilewright chat "What is on it?" -m MODEL --image photo.jpg --image other.png     pictures of yours
@@ -63,17 +63,17 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
     parser.add_argument("--video", action="append", default=[], metavar="FILE", help="a video; may be repeated")
     parser.add_argument("--audio", action="append", default=[], metavar="FILE", help="a sound; may be repeated")
-    text = "hear the sound of the videos too"
+    text = "read the sound of the videos too"
     parser.add_argument("--use-audio-in-video", action="store_true", help=text)
     parser.add_argument(
         "--speak", metavar="FILE", help="speak the answer to PROMPT too, into a .wav, .mp3, .opus, .flac or .aac"
     )
-    parser.add_argument("--voice", metavar="NAME", help="the voice that speaks; without it the model's first")
+    parser.add_argument("--voice", metavar="NAME", help="the voice of --speak (default: the model's first)")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("-q", "--quiet", action="store_true", help="no loading bar, no speeds, no notices")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
-    group = parser.add_argument_group("sampling", "Where nothing is given, as the checkpoint recommends.")
-    group.add_argument("--max-tokens", type=engine_flags.positive, metavar="N", help="tokens of an answer at most")
+    group = parser.add_argument_group("sampling", "The defaults are the checkpoint's recommendations.")
+    group.add_argument("--max-tokens", type=engine_flags.positive, metavar="N", help="most tokens of an answer")
     group.add_argument("--temperature", type=float, metavar="T", help="0: always the most likely token")
     group.add_argument(
         "--top-p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities sum to P"
@@ -94,7 +94,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status."""
+    """Run the command and return the exit status."""
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
     prompt = _prompt(options.prompt)
     media = [_part(kind, file) for kind in ("image", "video", "audio") for file in getattr(options, kind)]
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     sampling = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
     spoken = _spoken(options, has_prompt=prompt is not None)
     with engine_flags.open_engine(options, progress=sys.stderr.isatty() and not options.quiet) as engine:
-        engine.sampling_params(**sampling)  # errors come before the first line is typed
+        engine.sampling_params(**sampling)  # raises errors before the first line is typed
         more: dict[str, Any] = {"show_speed": not options.quiet, "media": media, "spoken": spoken}
         conversation = Conversation(engine, sampling, options.system, **more)
         if prompt is None:
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prompt(given: str | None) -> str | None:
-    """The text to answer, as `given`, piped in, or both; None: a conversation."""
+    """Return the prompt: `given`, piped in, or both joined; None for a conversation."""
     if given is None and sys.stdin.isatty():
         return None
     if given in (None, "-"):
@@ -126,7 +126,7 @@ def _prompt(given: str | None) -> str | None:
 
 
 def _spoken(options: argparse.Namespace, *, has_prompt: bool) -> dict[str, Any]:
-    """What `Engine.submit_chat` takes for an answer that is spoken; RequestError for a file that cannot be written."""
+    """Return arguments of `Engine.submit_chat` for a spoken answer; raise RequestError for an unusable file."""
     if options.speak is None:
         if options.voice is not None:
             raise RequestError("--voice is given, expected --speak with it")
@@ -142,7 +142,7 @@ def _spoken(options: argparse.Namespace, *, has_prompt: bool) -> dict[str, Any]:
 
 
 def _part(kind: str, file: str) -> dict[str, Any]:
-    """A part of a message; RequestError if there is no such file."""
+    """Return a part of a message; raise RequestError if there is no such file."""
     return {"type": kind, kind: str(engine_flags.check_file(kind, file))}
 
 
@@ -156,12 +156,12 @@ class Conversation:
     show_speed: bool = True
     media: list[dict[str, Any]] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
-    spoken: dict[str, Any] = field(default_factory=dict)  # how answers are spoken; empty: they are not
+    spoken: dict[str, Any] = field(default_factory=dict)  # arguments for spoken answers; empty: text only
 
     def answer(self, text: str) -> Completion:
-        """The answer to `text` and the waiting media, written to standard output as it comes. Ctrl-C ends it early.
+        """Answer `text` and the attached media, writing to standard output as text arrives. Ctrl-C ends it early.
 
-        A RequestError leaves the conversation as it was, and drops the media.
+        A RequestError leaves the conversation unchanged and drops the media.
         """
         media, self.media = self.media, []
         content: Any = [*media, {"type": "text", "text": text}] if media else text
@@ -185,7 +185,7 @@ class Conversation:
 
 
 def speeds(completion: Completion) -> str:
-    """The number of tokens, and their speed."""
+    """Return the number of tokens and their speed as text."""
     count, timings = len(completion.token_ids), completion.timings
     if not count:
         return "0 tokens"
@@ -198,7 +198,7 @@ def speeds(completion: Completion) -> str:
 
 
 def answer_once(conversation: Conversation, prompt: str, sound_file: Path | None = None) -> int:
-    """Writes the answer, and what was said to a file if one is given."""
+    """Write the answer, and its speech to a file if one is given."""
     completion = conversation.answer(prompt)
     if completion.finish_reason == "abort":
         raise KeyboardInterrupt  # the text stays on standard output; the exit status is that of an interrupt
@@ -212,9 +212,9 @@ def answer_once(conversation: Conversation, prompt: str, sound_file: Path | None
 
 @functools.cache
 def _marks_pastes() -> bool:
-    """Whether a paste comes as one line with line feeds in it, as from GNU readline, which is loaded if it is there."""
+    """Load GNU readline if it exists; return whether it delivers a paste as one line that contains line feeds."""
     try:
-        import readline  # input() uses it once it is imported, for arrow keys and history
+        import readline  # once imported, input() uses it for arrow keys and history
     except ImportError:
         return False
     if "libedit" in (readline.__doc__ or ""):
@@ -224,8 +224,8 @@ def _marks_pastes() -> bool:
 
 
 def _read_line(prompt: str) -> str:
-    """A line from the terminal, or all lines of a paste; EOFError at the end."""
-    if not sys.stdout.isatty():  # the answers go to a file, and the prompt is none of them
+    """Return a line from the terminal, or all lines of a paste; raise EOFError at the end."""
+    if not sys.stdout.isatty():  # the answers go to a file; the prompt does not
         lines = [_read_plain_line(prompt)]
     elif _marks_pastes():
         return input(prompt)
@@ -248,21 +248,21 @@ def _read_plain_line(prompt: str) -> str:
 
 
 def whole_message(line: str, read_line: Callable[[str], str]) -> str:
-    """The message that begins with `line`: a paste, what is between quotes, or lines that end with a backslash."""
-    if "\n" in line:  # a paste means nothing but its text
+    """Return the message that begins with `line`: a paste, quoted text, or lines that end with a backslash."""
+    if "\n" in line:  # no syntax within a paste
         return line.strip()
     if line.startswith(QUOTES):
         lines = [line.removeprefix(QUOTES)]
         while not lines[-1].rstrip().endswith(QUOTES):
             lines.append(read_line(NEXT_PROMPT))
         return "\n".join(lines).rstrip().removesuffix(QUOTES).strip()
-    while (len(line) - len(line.rstrip("\\"))) % 2:  # two of them are a backslash at the end of the text
+    while (len(line) - len(line.rstrip("\\"))) % 2:  # two backslashes are one backslash at the end of the text
         line = line[:-1] + "\n" + read_line(NEXT_PROMPT)
     return line.strip()
 
 
 def converse(conversation: Conversation, read_line: Callable[[str], str]) -> int:
-    """Answers message by message until `read_line`, which is given a prompt, raises EOFError or a line is /exit."""
+    """Answer messages until `read_line`, which is called with a prompt, raises EOFError or returns /exit."""
     print("/help for help, Ctrl-D to end", file=sys.stderr)
     while True:
         try:

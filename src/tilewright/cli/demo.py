@@ -1,4 +1,4 @@
-"""`tilewright demo`: answers questions about a picture, makes a picture and looks at it, and answers what it hears."""
+"""`tilewright demo`: answers questions about a picture, makes a picture and describes it, answers a spoken question."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 QUESTIONS = ("Describe the picture.", "How many shapes are there?", "What does it say?")
 DRAWN = "a red circle left of a blue square"
 QUESTION_OF_DRAWN = "Describe the picture."
-QUESTIONS_OF_SOUND = ("What is said?", "Answer the question.")  # the answer to the last is spoken, too
+QUESTIONS_OF_SOUND = ("What is said?", "Answer the question.")  # the last answer is also spoken
 SPOKEN_FILE = Path("tilewright-answer.wav")
 SEED = 1
 MAX_TOKENS = 64
 BOLD, DIM, RESET = "\033[1m", "\033[2m", "\033[0m"
 PREVIEW_SIZE = 36, 36  # pixels at most, width and height
-_CUBE_LEVELS = (0, 95, 135, 175, 215, 255)  # of each channel among the 216 colours that every terminal has
+_CUBE_LEVELS = (0, 95, 135, 175, 215, 255)  # values of each channel in the 216 colours of terminals
 
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command `demo`."""
+    """Add the command `demo`."""
     parser = commands.add_parser(
         "demo",
         help="answer questions about a picture",
         description="Answers each QUESTION about a picture on standard output, with the time to the first token and "
-        "the speed. Without arguments: three questions about a picture, for a model, which are both part of "
-        "the package; then another model of the package makes a picture, and the first one tells what it sees; a "
-        f"third one answers a question that is spoken, into {SPOKEN_FILE} too if it has a voice. "
+        "the speed. Without arguments, embedded models answer three questions about an embedded picture, make a "
+        "picture and describe it, and answer a spoken question, "
+        f"in {SPOKEN_FILE} too if the model has a voice. "
         "NO_COLOR or a pipe turns colours off.",
         epilog="""examples:
   tilewright demo
@@ -55,17 +55,17 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"default: {' '.join(QUESTIONS)}")
-    parser.add_argument("--image", metavar="FILE", help="the picture (default: one that is part of the package)")
+    parser.add_argument("--image", metavar="FILE", help="the picture (default: an embedded one)")
     parser.add_argument(
         "--max-tokens", type=engine_flags.positive, default=MAX_TOKENS, metavar="N",
-        help=f"tokens of an answer at most (default {MAX_TOKENS})",
+        help=f"most tokens of an answer (default {MAX_TOKENS})",
     )  # fmt: skip
     engine_flags.add_arguments(parser, max_sequences=1)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status."""
+    """Run the command and return the exit status."""
     picture = embedded.demo_file("demo.png") if options.image is None else Path(options.image).expanduser()
     image = read_picture(picture, f"image {picture}")  # before the model is loaded
     style = Style.of_terminal()
@@ -87,12 +87,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _is_bare(options: argparse.Namespace) -> bool:
-    """Whether it is asked for nothing in particular."""
+    """Return whether no question, picture or model is given."""
     return not options.questions and options.image is None and options.model is None
 
 
 def _draw(style: Style) -> Image.Image:
-    """A picture from words, by the embedded model that makes them."""
+    """Make a picture from words with the embedded diffusion model."""
     from tilewright.diffusion.diffusion import Diffusion
 
     command = f'tilewright image "{DRAWN}"'
@@ -106,7 +106,7 @@ def _draw(style: Style) -> Image.Image:
 
 
 def _show(image: Image.Image, style: Style) -> None:
-    """A preview, where standard output can show one."""
+    """Print a preview if standard output can show one."""
     if style.is_colourful and sys.stdout.encoding.lower().startswith("utf"):
         print("\n" + preview(image))
 
@@ -117,7 +117,7 @@ def _ask(engine: Engine, image: Image.Image, question: str, max_tokens: int, sty
 
 
 def _listen(max_tokens: int, style: Style) -> None:
-    """A spoken question: what it is in writing, and the answer, by the embedded model that hears."""
+    """Transcribe and answer a spoken question with the embedded model for speech."""
     from tilewright.engine.engine import Engine
 
     file = embedded.demo_file("demo.wav")
@@ -154,7 +154,7 @@ def _write_answer(
 
 
 def answer(engine: Engine, content: list[dict[str, Any]], max_tokens: int, *, is_spoken: bool = False) -> Completion:
-    """The answer, written to standard output as it comes."""
+    """Return the answer, after writing it to standard output as it arrives."""
     spoken: dict[str, Any] = {"modalities": ("text", "audio")} if is_spoken else {}
     messages = [{"role": "user", "content": content}]
     handle = engine.submit_chat(messages, temperature=0.0, max_tokens=max_tokens, **spoken)
@@ -170,7 +170,7 @@ def answer(engine: Engine, content: list[dict[str, Any]], max_tokens: int, *, is
 
 @dataclass(frozen=True)
 class Style:
-    """Bold and dim text if standard output is a terminal that shows it, else plain text."""
+    """Makes bold and dim text if standard output is a terminal with colours, else plain text."""
 
     is_colourful: bool
 
@@ -186,7 +186,7 @@ class Style:
 
 
 def preview(image: Image.Image) -> str:
-    """The picture in characters: each is two pixels, one above the other."""
+    """Return the picture as characters; each shows two pixels, one above the other."""
     scale = min(PREVIEW_SIZE[0] / image.width, PREVIEW_SIZE[1] / image.height)
     columns = min(max(1, round(image.width * scale)), shutil.get_terminal_size().columns)
     rows = max(1, round(image.height * scale / 2))
@@ -201,7 +201,7 @@ def preview(image: Image.Image) -> str:
 
 
 def _cube_colour(red: int, green: int, blue: int) -> int:
-    """The number of the nearest of a terminal's 216 colours."""
+    """Return the number of the nearest of a terminal's 216 colours."""
     return 16 + 36 * _cube_level(red) + 6 * _cube_level(green) + _cube_level(blue)
 
 

@@ -1,4 +1,4 @@
-"""`tilewright eval`: the flags, and what they run. Imports torch when it runs: --help is fast."""
+"""`tilewright eval`: its flags, and the run. Imports torch only when it runs, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command `eval`."""
+    """Add the command `eval`."""
     parser = commands.add_parser(
         "eval",
-        help="measure what a format of weights costs in quality",
-        description="Measures how well a model foretells a text and answers questions about pictures, in one format "
-        "of its weights after the other, how far each is from a reference, and how fast and large it is.",
+        help="measure the quality of weight formats",
+        description="Measures how well a model predicts a text and answers questions about pictures in each format "
+        "of its weights, the distance to a reference, speed and memory.",
         epilog=f"""examples:
   tilewright eval -m MODEL --text book.txt --quantize none,int8,int4
   tilewright eval -m MODEL --text book.txt --quantize none,none/int8      keys and values in 8 bits
@@ -34,25 +34,25 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 ./set has pictures and {FILE_NAME}, a line of JSON for each question:
   {{"image": "cat.png", "question": "What animal is it?", "answer": ["cat", "a cat"]}}""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        conflict_handler="resolve",  # --quantize takes several formats here
+        conflict_handler="resolve",  # --quantize accepts several formats here
     )
     parser.add_argument("--text", type=Path, metavar="FILE", help="a text, for perplexity and agreement")
     parser.add_argument("--pictures", type=Path, metavar="DIR", help=f"pictures with questions in {FILE_NAME}")
     parser.add_argument("--against", metavar="FORMAT", help="the reference (default: the first of several formats)")
     _number(parser, "--window", 512, "tokens of the text that the model sees at a time")
-    _number(parser, "--stride", 256, "how far windows are apart: the tokens of each that count")
-    _number(parser, "--max-text-tokens", None, "of the text, from its beginning (default: all)")
-    _number(parser, "--max-questions", None, "of the set, from its beginning (default: all)")
-    _number(parser, "--max-answer-tokens", 64, "tokens of an answer")
+    _number(parser, "--stride", 256, "tokens between windows: the number that is scored in each")
+    _number(parser, "--max-text-tokens", None, "tokens of the text that are used (default: all)")
+    _number(parser, "--max-questions", None, "questions of the set that are used (default: all)")
+    _number(parser, "--max-answer-tokens", 64, "most tokens of an answer")
     text = "answers whose speed is measured; 0: none (default 3)"
     parser.add_argument("--speed-rounds", type=engine_flags.natural, default=3, metavar="N", help=text)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw quality over speed and memory (needs matplotlib)"
     )
     engine_flags.add_arguments(parser, speculate=0, prefix_cache=False)
-    text = "formats of weights, with commas between: stored (as the checkpoint has them), none, bf16, f32, int8, int4, "
-    text += "...; with that of keys and values behind a slash: int8/fp8 (default: stored)"
+    text = "formats of weights, separated by commas: stored (as in the checkpoint), none, bf16, f32, int8, int4, ...; "
+    text += "a format of keys and values may follow after a slash: int8/fp8 (default: stored)"
     parser.add_argument("--quantize", default="stored", metavar="FORMATS", help=text)
     parser.set_defaults(run=run)
 
@@ -63,7 +63,7 @@ def _number(parser: argparse.ArgumentParser, flag: str, default: int | None, wha
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status."""
+    """Run the command and return the exit status."""
     engine_flags.check_model(options.model, options.mmproj)
     plan = make_plan(options)
     check_outputs(options)
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def make_plan(options: argparse.Namespace) -> EvaluationPlan:
-    """What the flags ask for; RequestError for what cannot be."""
+    """Return the plan that the flags describe; raise RequestError if it is impossible."""
     from tilewright.evaluate.measure import EvaluationPlan
 
     if options.text is None and options.pictures is None:

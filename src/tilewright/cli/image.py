@@ -17,12 +17,12 @@ FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command `image`."""
+    """Add the command `image`."""
     parser = commands.add_parser(
         "image",
         help="make a picture from words",
-        description="Makes pictures of PROMPT and prints the names of their files. A file carries the settings that "
-        "make its picture again. Without a model: a small one that is part of the package and draws coloured shapes.",
+        description="Makes pictures of PROMPT and prints the names of their files. Each file contains the settings to "
+        "make its picture again. Without -m: a small embedded model that draws coloured shapes.",
         epilog="""examples:
   tilewright image "a red circle left of a blue square"
   tilewright image "a lighthouse at dusk" -m ./Z-Image-Turbo -o lighthouse.png --size 1024x768 --seed 7
@@ -36,14 +36,14 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "-o", "--output", default="picture.png", metavar="FILE", help=".png, .jpg or .webp (default picture.png)"
     )
-    parser.add_argument("-n", type=positive, default=1, metavar="N", help="how many, of seeds one after the other")
+    parser.add_argument("-n", type=positive, default=1, metavar="N", help="number of pictures, with consecutive seeds")
     pictures.add_picture_arguments(parser)
     pictures.add_model_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status."""
+    """Run the command and return the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     output = Path(options.output).expanduser()
     file_format = _format(output)

@@ -1,4 +1,4 @@
-"""`tilewright serve`: the server's options as flags, and the processes it starts."""
+"""`tilewright serve`: its flags, and the processes that it starts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DRAIN_S = 60.0
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags."""
+    """Add the flags about clients, limits and media."""
     _add_limits(parser)
     _add_media(parser)
 
@@ -45,23 +45,23 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("clients and their limits")
     group.add_argument(
         "--api-key", action="append", metavar="KEY",
-        help="a key that clients must send; may be repeated. TILEWRIGHT_API_KEY does the same, and does not show in ps",
+        help="a key that clients must send; may be repeated. TILEWRIGHT_API_KEY does the same without showing in ps",
     )  # fmt: skip
     group.add_argument(
         "--cors-origin",
         action="append",
         default=[],
         metavar="URL",
-        help="origin of web pages that may send requests beside the server's own; *: any",
+        help="an origin whose web pages may send requests; *: any (default: only the server's own)",
     )
     group.add_argument(
         "--allowed-host", action="append", metavar="NAME",
-        help="a host name that requests may use beside localhost, such as that of a proxy in front; *: any "
+        help="a host name, other than localhost, that requests may use, such as a proxy's; *: any "
         "(default: none, or any if --host is not local)",
     )  # fmt: skip
     group.add_argument(
         "--max-connections", type=engine.positive, metavar="N",
-        help="open connections of all clients (default: what the limit on open files allows, at most 4096)",
+        help="open connections of all clients (default: as many as the limit on open files allows, at most 4096)",
     )  # fmt: skip
     group.add_argument(
         "--max-connections-per-address", type=engine.positive, metavar="N",
@@ -83,7 +83,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--drain-timeout", type=_seconds, default=DRAIN_S, metavar="S",
-        help="time for answers under way to finish when the server shuts down (default 60)",
+        help="time for running answers to finish when the server shuts down (default 60)",
     )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def _add_media(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--allow-private-urls", action="store_true", help="also fetch URLs from private addresses")
     group.add_argument(
         "--allow-precomputed", action="store_true",
-        help="also take what an encoder reads or makes of a medium (image_features, ...) in its place",
+        help="also accept an encoder's inputs or features (image_features, ...) in place of media",
     )  # fmt: skip
     group.add_argument(
         "--media-timeout", type=_seconds, default=30.0, metavar="S", help="time to fetch one URL (default 30)"
@@ -127,7 +127,7 @@ def _seconds(text: str) -> float:
 
 
 def make_settings(options: argparse.Namespace) -> ServerSettings:
-    """ServerSettings from the flags and the environment."""
+    """Return ServerSettings from the flags and the environment."""
     from tilewright.server.http.guard import host_name
     from tilewright.server.http.settings import LOOPBACK_HOSTS, MEDIA_LIMITS, ServerSettings
     from tilewright.server.media.gate import MediaPolicy
@@ -171,7 +171,7 @@ def make_settings(options: argparse.Namespace) -> ServerSettings:
 
 
 def _origin(text: str) -> str:
-    """The origin of a page as browsers send it: without a path or a final /."""
+    """Return an origin as browsers send it, without a path or a final /; raise RequestError for other texts."""
     if text != "*" and not re.fullmatch(r"(https?|[a-z]+-extension)://[^\s/?#@]+", text):
         raise RequestError(f"--cors-origin is {text!r}, expected *, or such as https://tiles.example:8443")
     return text
@@ -186,19 +186,19 @@ def _folder(name: str) -> Path:
 
 HOST = "127.0.0.1"
 PORT = 8000
-FINAL_ERRORS_S = 2.0  # for the errors of answers that are cut off to be sent
+FINAL_ERRORS_S = 2.0  # time to send the errors of aborted answers
 
 _log = logging.getLogger(__name__)
 
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command `serve`."""
+    """Add the command `serve`."""
     parser = commands.add_parser(
         "serve",
         help="run an OpenAI-compatible server",
         description="Serves MODEL to many clients at once, with OpenAI's interface, at http://127.0.0.1:8000/v1, and "
-        "a model that makes pictures beside it. Without MODEL: the small models that are part of the package. A MODEL "
-        "that makes pictures is served alone.",
+        "optionally a second model that makes pictures. Without MODEL: small embedded models. A MODEL that makes "
+        "pictures is served alone.",
         epilog="""examples:
   tilewright serve                                    the embedded model, which is tiny
   tilewright serve ./Qwen3-VL-2B-Instruct
@@ -215,16 +215,16 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     engine.add_model_argument(parser, engine.MODEL_HELP, is_positional=True)
     parser.add_argument(
         "--image-model", metavar="MODEL",
-        help="makes pictures or videos: a folder in diffusers' layout or a hub id, loaded by the first request; "
+        help="the model for pictures or videos: a folder in diffusers' layout or a hub id, loaded on first use; "
         "none: no pictures (default: the embedded one, if MODEL is left out)",
     )  # fmt: skip
     parser.add_argument(
         "--image-threads", type=engine.positive, metavar="N",
-        help="threads that make pictures (default: one per CPU; they yield to those that answer)",
+        help="threads that make pictures (default: one per CPU, at a lower priority than chat)",
     )  # fmt: skip
     text = "processes that the model for pictures is split over, one per NUMA node (default 1)"
     parser.add_argument("--image-tp", type=engine.positive, metavar="N", help=text)
-    text = "hold one of its text encoder, transformer and VAE in memory at a time"
+    text = "keep only one of its text encoder, transformer and VAE in memory at a time"
     parser.add_argument("--image-low-memory", action="store_const", const=True, help=text)
     text = "memory for its layers, such as 4GB; the others are read from disk in every step (default: all)"
     parser.add_argument("--image-stream-layers", metavar="SIZE", help=text)
@@ -238,15 +238,15 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     group.add_argument("-q", "--quiet", action="store_true", help="only warnings")
     group.add_argument("-v", "--verbose", action="store_true", help="log more")
     engine.add_engine_arguments(parser)
-    text = "engines behind this server, such as 2, or 1:4 as the load asks for; SIGHUP replaces them one by one"
+    text = "engines behind this server, such as 2, or 1:4 to scale with the load; SIGHUP replaces them one by one"
     replicas.add_arguments(parser, replicas.count_or_range, text)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status."""
+    """Run the command and return the exit status."""
     if options.replicas is None:
-        require_start("tilewright serve")  # its engine's process has the same limits
+        require_start("tilewright serve")  # the engine's process has the same limits
     replicas.check(options)
     is_json = options.log_format == "json" or (options.log_format is None and not sys.stderr.isatty())
     log = LogSettings("json" if is_json else "text", _log_level(options))
@@ -264,7 +264,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _models(options: argparse.Namespace) -> tuple[str | None, str | None]:
-    """The model that answers and the one that makes pictures; None: there is none."""
+    """Return the model for text and the model for pictures; None if there is none."""
     image_model = None if options.image_model == "none" else options.image_model
     if options.model is not None and _is_pipeline(options.model):
         if options.image_model is not None:
@@ -296,7 +296,7 @@ def _engine(options: argparse.Namespace, model: str, settings: ServerSettings) -
 
 
 def _pictures(options: argparse.Namespace, model: str, settings: ServerSettings, log: LogSettings) -> PictureBackend:
-    """The worker that makes pictures, whose process is started by the first request."""
+    """Return the picture worker, whose process the first request starts."""
     from tilewright.server.link.pictures import PictureBackend
 
     shared = {name: getattr(options, name) for name in ("dtype", "device", "backend", "pack_cache")}
@@ -315,7 +315,7 @@ def _pictures(options: argparse.Namespace, model: str, settings: ServerSettings,
 def _backend(
     options: argparse.Namespace, engine_arguments: dict[str, Any], log: LogSettings
 ) -> RemoteBackend | ReplicaBackend:
-    """An engine of its own process, or several of them by Ray."""
+    """Return the backend: an engine in a process of its own, or several through Ray."""
     if options.replicas is None:
         from tilewright.server.link.remote import RemoteBackend
 
@@ -341,13 +341,13 @@ def _log_level(options: argparse.Namespace) -> int:
 
 
 def _allow_many_connections() -> None:
-    """Raises the limit on open files to the maximum: many shells start with 1,024, and each client needs one."""
+    """Raise the limit on open files to the maximum: many shells start with 1,024, and each client needs one."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket, opened before the model is loaded: a port in use is reported at once."""
+    """Return a listening socket, opened before the model is loaded so that a used port is reported at once."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -364,7 +364,7 @@ async def serve(
     listener: socket.socket,
     drain_s: float,
 ) -> int:
-    """Serves until SIGINT or SIGTERM, then finishes the answers under way."""
+    """Serve until SIGINT or SIGTERM, then finish the running answers; return the exit status."""
     import uvicorn
 
     from tilewright.server.api.handler import ApiHandler
@@ -375,20 +375,20 @@ async def serve(
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            yield  # our own handlers end the engine too
+            yield  # the handlers below end the engine too
 
     handler = ApiHandler(settings, backend, picture_backend)
-    # uvicorn cancels what is left, a little after the handler has sent errors for it.
+    # uvicorn cancels remaining requests, a little after the handler has sent errors for them.
     options = {"timeout_graceful_shutdown": round(drain_s + FINAL_ERRORS_S)}
     server = Server(server_config(create_app(handler), settings, handler.metrics, **options))
     loop = asyncio.get_running_loop()
 
     def end() -> None:
         if not server.should_exit:
-            _log.info("shutting down: finishing the answers under way")
+            _log.info("shutting down: finishing the running answers")
             loop.call_later(drain_s, handler.shut_down)
-        else:  # a second signal ends the answers too, and a moment later the clients that do not read that
-            _log.info("shutting down at once: the answers under way end with an error")
+        else:  # a second signal ends the answers too, and after a moment the clients that do not read the error
+            _log.info("shutting down at once: running answers end with an error")
             handler.shut_down()
             loop.call_later(FINAL_ERRORS_S, setattr, server, "force_exit", True)
         server.should_exit = True
@@ -411,7 +411,7 @@ async def serve(
         if starting.done():
             await starting
             names = " and ".join(model["id"] for model in handler.model_objects())
-            _log.info("%s is ready: a page to talk to it at %s/, it answers at %s/v1", names, url, url)
+            _log.info("%s is ready: the web page is %s/, the API %s/v1", names, url, url)
         await serving
     except ProcessRefused as error:
         server.should_exit = True
@@ -426,6 +426,6 @@ async def serve(
 
 
 async def _started(backend: RemoteBackend | ReplicaBackend | None) -> None:
-    """Returns when the engine is ready, at once where there is none."""
+    """Start the engine and wait until it is ready; return at once if there is none."""
     if backend is not None:
         await backend.start()

@@ -1,4 +1,4 @@
-"""Standard input, output and error of a command: closed ones, readers that leave, a full disk. Imports no torch."""
+"""Standard input, output and error of a command: handles closed streams, broken pipes, full disks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any, TextIO, cast
 
 from tilewright.host import files
 
-READER_LEFT = 141  # the exit status that shells give a program which SIGPIPE ended
+READER_LEFT = 141  # shells' exit status of a program that SIGPIPE ended
 PIPE_WAIT_S = 3.0
 
 
 class OutputError(Exception):
-    """Standard output accepts no more. No OSError, so that nothing takes it for an error of a file or a socket."""
+    """Standard output cannot be written. Not an OSError, so that it is not handled as an error of a file or socket."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(f"standard output cannot be written: {error.strerror or error}")
@@ -26,7 +26,7 @@ class OutputError(Exception):
 
 
 class _Stream:
-    """A text stream whose other attributes are those of the stream it writes to."""
+    """A text stream that passes other attributes through to the stream it writes to."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -52,7 +52,7 @@ class _Output(_Stream):
 
 
 class _Messages(_Stream):
-    """Standard error that drops what cannot be written: a command goes on without its messages."""
+    """Standard error that drops messages which cannot be written, so that a command continues without them."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -66,7 +66,7 @@ class _Messages(_Stream):
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Guard the streams: at the end output is flushed, so that OutputError is raised here and not at Python's exit."""
+    """Guard the streams, and flush output at the end so that OutputError is raised here and not at Python's exit."""
     _open_closed()
     output, messages = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = cast(TextIO, _Output(output)), cast(TextIO, _Messages(messages))
@@ -84,7 +84,7 @@ def guarded() -> Iterator[None]:
 
 def _open_closed() -> None:
     """Open the null device where a standard stream is closed: the next file or socket would get its number instead."""
-    # Output is opened for reading, so that writing to it fails, as writing to a closed file does.
+    # Standard output is opened for reading, so that writing fails as for a closed file.
     for number, mode in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
         try:
             os.fstat(number)
@@ -99,7 +99,7 @@ def _open_closed() -> None:
 
 
 def _discard(output: TextIO) -> None:
-    """Have Python's own flush at exit, which would print an error, write to the null device."""
+    """Redirect Python's flush at exit, which would print an error, to the null device."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a file, as in a test
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, output.fileno())
@@ -107,7 +107,7 @@ def _discard(output: TextIO) -> None:
 
 
 def read_piped_input() -> str:
-    """Return what a pipe or a file on standard input holds; nothing where it is neither, or a pipe stays silent."""
+    """Return the text of a pipe or a file on standard input; "" if it is neither, or the pipe stays silent."""
     try:
         number = sys.stdin.fileno()
         mode = os.fstat(number).st_mode
@@ -115,10 +115,8 @@ def read_piped_input() -> str:
         return ""
     if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
         return ""
-    # A program that starts this one may leave it a pipe that it never writes to and never closes.
+    # The parent process may have left a pipe that it never writes to and never closes.
     if not select.select([number], [], [], PIPE_WAIT_S)[0]:
-        print(
-            f"tilewright: nothing came from standard input within {PIPE_WAIT_S:g} s: going on without", file=sys.stderr
-        )
+        print(f"tilewright: no standard input within {PIPE_WAIT_S:g} s: continuing without", file=sys.stderr)
         return ""
     return files.read_standard_input()

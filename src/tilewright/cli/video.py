@@ -1,4 +1,4 @@
-"""`tilewright video`: videos from words, or from words and the picture they begin with."""
+"""`tilewright video`: videos from words, or from words and a first frame."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command `video`."""
+    """Add the command `video`."""
     parser = commands.add_parser(
         "video",
         help="make a video from words",
-        description="Makes a video of PROMPT and prints the name of its file: an MP4, or an animated picture where "
-        "the name ends so. A model must be named: the one that is part of the package makes stills.",
+        description="Makes a video of PROMPT and prints the name of its file: an MP4, or an animated picture, by "
+        "the suffix. A model must be named: the embedded one makes only stills.",
         epilog="""examples:
   tilewright video "a cat walks in the rain" -m ./Wan2.1-T2V-1.3B-Diffusers -o cat.mp4
   tilewright video "a cat walks" -m MODEL --size 832x480 --seconds 2 --steps 30 --seed 7
@@ -34,8 +34,8 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("prompt", metavar="PROMPT", help="what to show; -: read it from standard input")
     text = ".mp4, or .webp, .png and .gif for an animated picture (default video.mp4)"
     parser.add_argument("-o", "--output", default="video.mp4", metavar="FILE", help=text)
-    parser.add_argument("--frames", type=positive, metavar="N", help="how many (default: the model's)")
-    parser.add_argument("--seconds", type=float, metavar="S", help="the same by how long it lasts")
+    parser.add_argument("--frames", type=positive, metavar="N", help="number of frames (default: the model's)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="the length in seconds, instead of --frames")
     parser.add_argument("--fps", type=float, metavar="R", help="frames a second of the file (default: the model's)")
     pictures.add_picture_arguments(parser)
     pictures.add_model_arguments(parser)
@@ -43,7 +43,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status."""
+    """Run the command and return the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     pictures.check_files(options)
     from tilewright.outputs.video import check_video_name, encode_video
@@ -53,8 +53,8 @@ def run(options: argparse.Namespace) -> int:
     files.check_output(output, "--output")
     pictures.read_prompt(options)
     if options.model is None:
-        raise RequestError("no model is named, and the embedded one makes stills: -m ./Wan2.1-T2V-1.3B-Diffusers, say")
-    if options.fps is not None and not 1 <= options.fps <= 120:  # so written that NaN fails too
+        raise RequestError("the embedded model makes only stills: name one, such as -m ./Wan2.1-T2V-1.3B-Diffusers")
+    if options.fps is not None and not 1 <= options.fps <= 120:  # written so that NaN fails too
         raise RequestError(f"--fps is {options.fps:g}, expected 1 to 120")
     with pictures.open_diffusion(options) as diffusion:
         limits = diffusion.limits
@@ -73,11 +73,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _num_frames(options: argparse.Namespace, limits: Limits, fps: float) -> int | None:
-    """As the flags say; None: the model's default."""
+    """Return the number of frames that the flags set; None for the model's default."""
     if options.seconds is None:
         return options.frames
     if options.frames is not None:
-        raise RequestError("--seconds says how many frames, expected no --frames beside it")
+        raise RequestError("--seconds sets the number of frames, expected no --frames with it")
     longest_s = limits.max_frames / fps
     if not 0 < options.seconds <= longest_s:
         raise RequestError(f"--seconds is {options.seconds:g}, expected more than 0 and at most {longest_s:.1f}")

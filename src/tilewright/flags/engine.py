@@ -1,4 +1,4 @@
-"""The Engine's options as flags, for every command that runs a model. Imports the engine when one is opened."""
+"""The Engine's options as flags, for every command that runs a model. Imports the engine only to open one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NAMES = (
 
 
 class _ModelAction(argparse.Action):
-    """Stores the model, which a command may take as an argument or as -m; of several -m the last counts."""
+    """Stores the model, given as an argument or as -m; the last of several -m counts."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -53,7 +53,7 @@ class _ModelAction(argparse.Action):
 
 
 def add_model_argument(parser: argparse.ArgumentParser, text: str, *, is_positional: bool = False) -> None:
-    """Adds -m, and MODEL as an argument where the command is about the model."""
+    """Add -m and, if `is_positional`, the argument MODEL."""
     if is_positional:
         parser.add_argument("model", nargs="?", metavar="MODEL", action=_ModelAction, help=text)
         text = "the same"
@@ -61,36 +61,36 @@ def add_model_argument(parser: argparse.ArgumentParser, text: str, *, is_positio
 
 
 def add_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Adds -m and the engine's options; `defaults` are those of this command where they are not the Engine's."""
+    """Add -m and the engine's options; `defaults` are this command's defaults that differ from the Engine's."""
     add_model_argument(parser, MODEL_HELP)
     add_engine_arguments(parser)
     parser.set_defaults(**defaults)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the engine's options, for a command that has its own way of naming the model."""
+    """Add the engine's options, for a command that adds the model's flag itself."""
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: that of the checkpoint")
-    text = "round weights while loading: int8 and fp8 halve what bf16 takes, int4 is a quarter, auto chooses; none: "
-    text += "widen those of a quantised checkpoint (default: as they are)"
+    text = "quantise weights while loading: int8 and fp8 take half of bf16's memory, int4 a quarter, auto chooses; "
+    text += "none: dequantise a quantised checkpoint (default: as stored)"
     group.add_argument("--quantize", choices=("int8", "int4", "fp8", "auto", "none"), help=text)
-    text = "of a GGUF model: the projector that pictures go through (default: the one in its folder); none: text alone"
+    text = "the mmproj file of a GGUF model, for pictures (default: the one in its folder); none: text only"
     group.add_argument("--mmproj", metavar="FILE|none", help=text)
     group.add_argument("--device", metavar="NAME", help="cpu, or a GPU: cuda, cuda:1 (default cpu)")
-    text = "what computes on a CPU: our kernels (default), or plain torch, slowly, to compare with"
+    text = "what computes on a CPU: Tilewright's kernels (default), or plain torch, slowly, for comparison"
     group.add_argument("--backend", choices=("native", "torch"), help=text)
     text = "processes that the model is split over, one per NUMA node; auto: as many as are faster (default 1)"
     group.add_argument("--tp", type=_ranks, metavar="N|auto", help=text)
-    text = 'CPUs of each of them, such as "0-7|8-15" (default: those of its NUMA node)'
+    text = 'CPUs of each process, such as "0-7|8-15" (default: those of its NUMA node)'
     group.add_argument("--cpu-binding", metavar="LISTS", help=text)
-    text = "for the KV cache, such as 4GB or 25%% of the free memory (default: half of it)"
+    text = "memory for the KV cache, such as 4GB or 25%% of the free memory (default: half of it)"
     group.add_argument("--kv-memory", metavar="SIZE", help=text)
     text = "keys and values in the model's type (auto), or in 8 bits: twice as many tokens fit (default auto)"
     group.add_argument("--kv-cache-dtype", choices=("auto", "int8", "fp8"), help=text)
     group.add_argument("--max-context", type=positive, metavar="N", help="tokens of a prompt and its answer together")
     group.add_argument("--max-sequences", type=positive, metavar="N", help="answers computed together")
     group.add_argument("--max-tokens-per-step", type=positive, metavar="N", help="tokens computed in one step")
-    text = "draft tokens per step at most; 0: no speculative decoding"
+    text = "most draft tokens per step; 0: no speculative decoding"
     group.add_argument("--speculate", type=natural, metavar="N", help=text)
     for name, what in (
         ("prefix_cache", "compute every prompt from its first token on"),
@@ -101,7 +101,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, dest=name, action="store_const", const=False, help=what)
     group.add_argument(
         "--allow-special-tokens", action="store_const", const=True,
-        help="parse special tokens in the text of messages: their authors can then pose as system or assistant",
+        help="parse special tokens in messages' text: authors can then impersonate the system or the assistant",
     )  # fmt: skip
 
 
@@ -124,18 +124,18 @@ def _number(text: str, least: int) -> int:
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of the Engine that the flags give, the embedded model where they name none."""
+    """Return the Engine's arguments from the flags, with the embedded model if they name none."""
     given = {name: value for name in _NAMES if (value := getattr(options, name)) is not None}
     return {"model": str(embedded.path(embedded_key(options))) if options.model is None else options.model, **given}
 
 
 def embedded_key(options: argparse.Namespace) -> str:
-    """Which embedded model a command without -m uses: the one that hears and speaks, if it is asked to do either."""
+    """Return the embedded model of a command without -m: tiny_omni for sound or speech, else tiny_vl."""
     return "tiny_omni" if getattr(options, "audio", None) or getattr(options, "speak", None) else "tiny_vl"
 
 
 def check_file(flag: str, file: str) -> Path:
-    """Return the path of a file to read; RequestError if there is none."""
+    """Return the path of a file to read; raise RequestError if there is none."""
     path = Path(file).expanduser()
     try:
         files.open_regular(path).close()
@@ -147,7 +147,7 @@ def check_file(flag: str, file: str) -> Path:
 
 
 def check_model(model: str | None, mmproj: str | None = None) -> None:
-    """Raise the error of a model that is not there: known at once, where importing torch to find out takes seconds."""
+    """Raise RequestError for a missing model, before seconds are spent on importing torch."""
     if model is not None and hub.find(model) is None:
         hub.check(model)
     if mmproj not in (None, "none"):
@@ -156,9 +156,9 @@ def check_model(model: str | None, mmproj: str | None = None) -> None:
 
 
 def open_engine(options: argparse.Namespace, *, progress: bool, **more: Any) -> Engine:
-    """The Engine of the flags, and of `more` that has none. A model that cannot be loaded is a RequestError.
+    """Open the Engine from the flags and the further arguments `more`; raise RequestError if it cannot be loaded.
 
-    Unless --quiet, a line on standard error says so if the embedded model is used because none is named.
+    If the embedded model is used because none is named, a line on standard error says so, unless --quiet.
     """
     given = engine_options(options)
     check_model(options.model, options.mmproj)
@@ -168,7 +168,7 @@ def open_engine(options: argparse.Namespace, *, progress: bool, **more: Any) -> 
 
 
 def make_engine(**options: Any) -> Engine:
-    """An Engine by its arguments. A model that cannot be loaded is a RequestError."""
+    """Open an Engine; raise RequestError for a model that cannot be loaded."""
     name = embedded.name_of(options.get("model") or embedded.MODEL_NAME)
     require_start(name)
     try:

@@ -1,6 +1,6 @@
-"""The options of `Diffusion` and of what it makes as flags, for the commands that make pictures and videos.
+"""The options of `Diffusion` and of its requests as flags, for the commands that make pictures and videos.
 
-Imports the pipelines when one is opened.
+Imports the pipelines only to open one.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ _MODEL_OPTIONS = ("dtype", "tp", "cpu_binding", "device", "backend", "low_memory
 
 
 def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what a request says of the picture, or of a video's frames."""
+    """Add the flags of a request for pictures or videos."""
     parser.add_argument("--size", type=_size, metavar="WxH", help="in pixels, such as 1024x768 (default: the model's)")
-    parser.add_argument("--width", type=positive, metavar="N", help="the same by its sides")
+    parser.add_argument("--width", type=positive, metavar="N", help="width and height, instead of --size")
     parser.add_argument("--height", type=positive, metavar="N")
-    parser.add_argument("--steps", type=positive, metavar="N", help="denoising steps: more take longer")
-    parser.add_argument("--guidance", type=float, metavar="G", help="how much the prompt counts; 0: no guidance")
-    parser.add_argument("--negative", metavar="TEXT", help="what the picture is to be unlike")
+    parser.add_argument("--steps", type=positive, metavar="N", help="denoising steps")
+    parser.add_argument("--guidance", type=float, metavar="G", help="strength of the prompt; 0: no guidance")
+    parser.add_argument("--negative", metavar="TEXT", help="what the picture should not show")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed makes the same picture")
-    parser.add_argument("--image", metavar="FILE", help="a picture to start from, for models that take one")
+    parser.add_argument("--image", metavar="FILE", help="a picture to start from, for models that support it")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds -m and how the model is run."""
+    """Add -m and the flags of how the model runs."""
     text = "a folder in diffusers' layout or a hub id"
     if embedded.has("tiny_draw"):
         text += f" (default: the embedded {embedded.DRAWING_NAME})"
     add_model_argument(parser, text)
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress, no times, no notices")
     group = parser.add_argument_group("model")
-    text = "hold one of text encoder, transformer and VAE in memory at a time"
+    text = "keep only one of text encoder, transformer and VAE in memory at a time"
     group.add_argument("--low-memory", action="store_const", const=True, help=text)
     text = "memory for the layers of a network, such as 4GB; the others are read from disk in every step (default: all)"
     group.add_argument("--stream-layers", metavar="SIZE", help=text)
     group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: as stored")
     group.add_argument("--device", metavar="NAME", help="cpu, or a GPU: cuda, cuda:1 (default cpu)")
-    text = "what computes on a CPU: our kernels (default), or plain torch, slowly, to compare with"
+    text = "what computes on a CPU: Tilewright's kernels (default), or plain torch, slowly, for comparison"
     group.add_argument("--backend", choices=("native", "torch"), help=text)
     text = "processes that the model is split over, one per NUMA node (default 1)"
     group.add_argument("--tp", type=positive, metavar="N", help=text)
-    text = 'CPUs of each of them, such as "0-7|8-15" (default: those of its NUMA node)'
+    text = 'CPUs of each process, such as "0-7|8-15" (default: those of its NUMA node)'
     group.add_argument("--cpu-binding", metavar="LISTS", help=text)
     text = "do not keep packed weights on disk for the next start"
     group.add_argument("--no-pack-cache", dest="pack_cache", action="store_const", const=False, help=text)
@@ -73,20 +73,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Raise the error of a model or a picture that is not there: known at once, before torch is imported."""
+    """Raise RequestError for a missing model or picture, before torch is imported."""
     if options.image is not None:
         check_file("--image", options.image)
     check_pipeline(options.model)
 
 
 def check_pipeline(model: str | None) -> None:
-    """Raise the error of a model that is not there."""
+    """Raise RequestError for a missing model."""
     if model is not None and hub.find(model, "a folder or a hub id") is None:
         hub.check(model, "model_index.json")
 
 
 def read_prompt(options: argparse.Namespace) -> None:
-    """options.prompt, from standard input if it is -; an empty one is a RequestError."""
+    """Replace the prompt - by standard input; raise RequestError for an empty prompt."""
     if options.prompt == "-":
         options.prompt = files.read_standard_input()
     if not files.check_text(options.prompt, "the prompt"):
@@ -94,7 +94,7 @@ def read_prompt(options: argparse.Namespace) -> None:
 
 
 def open_diffusion(options: argparse.Namespace) -> Diffusion:
-    """The model of the flags. One that cannot be loaded is a RequestError."""
+    """Open the model of the flags; raise RequestError if it cannot be loaded."""
     given = {name: value for name in _MODEL_OPTIONS if (value := getattr(options, name)) is not None}
     require_start(_name(options))
     try:
@@ -111,9 +111,9 @@ def _name(options: argparse.Namespace) -> str:
 
 
 def request(diffusion: Diffusion, options: argparse.Namespace, **more: Any) -> GenerationParams:
-    """The request of the flags, checked by the model."""
+    """Return the request of the flags, checked by the model."""
     if options.size and (options.width or options.height):
-        raise RequestError("--size says width and height, expected no --width and --height beside it")
+        raise RequestError("--size sets width and height, expected no --width and --height with it")
     width, height = options.size or (options.width, options.height)
     return diffusion.params(
         options.prompt,
@@ -131,9 +131,9 @@ def request(diffusion: Diffusion, options: argparse.Namespace, **more: Any) -> G
 
 
 def generate(diffusion: Diffusion, params: GenerationParams, *, quiet: bool) -> Generated:
-    """What the request makes. Unless `quiet`, standard error tells what it is, how long it takes, and how far it is.
+    """Run the request. Unless `quiet`, print its settings, the expected time and the progress to standard error.
 
-    How long is told before it begins, by earlier runs or by its operations, and again after the first step.
+    The expected time is estimated from earlier runs or from the operations, and again after the first step.
     """
     if quiet:
         return _run(diffusion, params, None)
@@ -161,7 +161,7 @@ def generate(diffusion: Diffusion, params: GenerationParams, *, quiet: bool) -> 
 
 
 def write_files(output: Path, made: Generated, encode: Callable[[np.ndarray, dict[str, Any]], bytes]) -> None:
-    """What was made, each as `encode(pixels, settings)` gives it. Prints the names: with numbers where there are some.
+    """Write each result as the file `encode(pixels, settings)` and print its name, numbered if there are several.
 
     Pixels are uint8 [T, H, W, 3].
     """
@@ -184,7 +184,7 @@ def _run(diffusion: Diffusion, params: GenerationParams, on_step: Any) -> Genera
     try:
         with explained_shortage(diffusion.name):
             return diffusion.run(params, on_step)
-    except (CheckpointError, UnsupportedConfig) as error:  # of a component, which is loaded when it is used
+    except (CheckpointError, UnsupportedConfig) as error:  # of a component, which is loaded on first use
         raise RequestError(str(error)) from error
 
 
@@ -195,7 +195,7 @@ def _duration(seconds: float) -> str:
 
 
 def read_picture(file: str | Path, name: str) -> Image.Image:
-    """The picture in a user's file, upright and over white as models see it; a RequestError calls it `name`."""
+    """Return the picture in a user's file, upright and over white as models see it; errors contain `name`."""
     from PIL import Image
 
     from tilewright.inputs.image import read_picture as read
@@ -211,12 +211,12 @@ def read_picture(file: str | Path, name: str) -> Image.Image:
 def _size(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)\s*[xX*]\s*(\d+)", text)
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, expected one such as 1024x768")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size, expected one such as 1024x768")
     return int(match[1]), int(match[2])
 
 
 def _interval(text: str) -> tuple[float, float]:
     match = re.fullmatch(r"(\d*\.?\d+)\s*-\s*(\d*\.?\d+)", text)
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no interval, expected one such as 0-0.8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an interval, expected one such as 0-0.8")
     return float(match[1]), float(match[2])

@@ -15,7 +15,7 @@ from tilewright.types import RequestError
 
 @dataclass(frozen=True)
 class ReplicaCount:
-    """How many replicas there are: as many as the load asks for, within limits."""
+    """The range of the number of replicas, within which the load decides."""
 
     least: int
     most: int
@@ -26,16 +26,16 @@ class ReplicaCount:
 
 
 def add_arguments(parser: argparse.ArgumentParser, count: Any, count_help: str) -> None:
-    """Adds the flags; `count` parses the number of replicas."""
+    """Add the flags; `count` parses the number of replicas."""
     group = parser.add_argument_group("replicas", "Several engines, by Ray: pip install 'ray[serve,data]'.")
     group.add_argument("--replicas", type=count, metavar="N", help=count_help)
     group.add_argument(
         "--replica-cpus", type=engine.positive, metavar="N",
-        help="CPUs of one replica (default: as many as all replicas can have)",
+        help="CPUs per replica (default: an equal share)",
     )  # fmt: skip
     group.add_argument(
         "--ray-address", metavar="HOST:PORT",
-        help="the Ray cluster to use; RAY_ADDRESS does the same (default: one of its own, on this machine alone)",
+        help="the Ray cluster to use, like RAY_ADDRESS (default: a cluster started on this machine)",
     )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def fixed_count(text: str) -> ReplicaCount:
 
 def count_or_range(text: str) -> ReplicaCount:
     if not re.fullmatch(r"[1-9]\d{0,5}(:[1-9]\d{0,5})?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of replicas, as 2, nor a range, as 1:4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of replicas, such as 2, or a range, such as 1:4")
     least, _, most = text.partition(":")
     if int(most or least) < int(least):
         raise argparse.ArgumentTypeError(f"{text!r} has fewer replicas at most than at least")
@@ -54,7 +54,7 @@ def count_or_range(text: str) -> ReplicaCount:
 
 
 def check(options: argparse.Namespace) -> None:
-    """RequestError for flags without --replicas, and where Ray is not installed."""
+    """Raise RequestError for flags that need --replicas, or if Ray is not installed."""
     if options.replicas is None:
         for name in ("replica_cpus", "ray_address"):
             if getattr(options, name) is not None:
@@ -64,9 +64,9 @@ def check(options: argparse.Namespace) -> None:
 
 
 def cpus_per_replica(cpus_of_nodes: list[int], num_replicas: int) -> int:
-    """The most CPUs that each of the replicas can have; RequestError if there is not one for each.
+    """Return the most CPUs that each replica can have; raise RequestError if there are fewer CPUs than replicas.
 
-    A replica is on one machine, so that CPUs may be left over: of two machines with 16, three replicas get 8 each.
+    A replica runs on one machine, so that CPUs may remain unused: three replicas on two machines of 16 get 8 each.
     """
     for num_cpus in range(max(cpus_of_nodes, default=0), 0, -1):
         if sum(node // num_cpus for node in cpus_of_nodes) >= num_replicas:
@@ -75,7 +75,7 @@ def cpus_per_replica(cpus_of_nodes: list[int], num_replicas: int) -> int:
 
 
 def local_options(options: dict[str, Any], num_cpus: int, num_replicas: int) -> dict[str, Any]:
-    """The Engine's options on this machine, which other replicas may share: their part of its memory and its CPUs."""
+    """Return the Engine's options with this replica's share of the machine's memory, and set its number of threads."""
     config.use_threads(num_cpus)
     if options.get("kv_memory") is not None:
         return options
