@@ -130,7 +130,7 @@ def test_a_death_is_told_once_and_ends_the_others(how, reason, last_line):
     try:
         rank, told, others_live = deaths.get(timeout=TIMEOUT_S)
         assert rank == 2 and others_live == [True, True]
-        assert told.splitlines()[0] == reason + ("" if last_line is None else "; the last it wrote:")
+        assert told.splitlines()[0] == reason + ("" if last_line is None else "; its last output:")
         assert last_line is None or told.splitlines()[-1] == last_line
         assert workers.wait(TIMEOUT_S)
         assert not any(map(is_alive, workers.pids.values()))
@@ -170,7 +170,7 @@ def test_a_failing_listener_does_not_keep_workers_alive(caplog):
 
     with Workers("worker_entries:die_if_told", specs(1, 2, payload=payload), 3, on_death=fail) as workers:
         assert workers.wait(TIMEOUT_S)
-    assert "telling of the death of rank 1 failed" in caplog.text
+    assert "on_death for rank 1 failed" in caplog.text
 
 
 def test_close_within_the_listener():

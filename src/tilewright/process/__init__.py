@@ -1,14 +1,14 @@
-"""The one way to start, frame, supervise, confine and end a child process.
+"""Starts, supervises, confines and ends child processes, and frames their messages.
 
-    child.py       starts one with a channel, CPUs and a log of its own, calls its entry, and ends it
+    child.py       starts a process with a channel, CPUs and a log, calls its entry, and ends it
     frames.py      messages over a channel: JSON and bytes, within a bound
-    log.py         where a process logs, and in what form
-    supervisor.py  restarts one that ended, with growing pauses, and tells whether it is ready
-    workers.py     several that need each other: the death of one ends all
-    confine.py     limits of memory and time, and a filter of system calls, for one that reads what clients send
-    state.py       what the system says of one: stopped, busy, how it ended
+    log.py         the format and level of a process's log
+    supervisor.py  restarts a process that ended, with growing pauses
+    workers.py     runs processes that need each other: the death of one ends all
+    confine.py     limits memory, time and system calls of a process that reads clients' data
+    state.py       reads the state of a process: stopped, busy, how it ended
 
-Here is the event loop of those that speak HTTP.
+`run_loop` runs the event loop of processes that serve HTTP.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 
 def run_loop(main: Coroutine[Any, Any, Any]) -> Any:
-    """What `main` returns, by uvloop where there is one: it takes less of the machine, which the engine needs."""
+    """Run a coroutine and return its result, with uvloop if it is installed: it leaves more CPU time to the engine."""
     try:
         import uvloop
-    except ImportError:  # not made for every system
+    except ImportError:  # not available for every system
         return asyncio.run(main)
     return uvloop.run(main)

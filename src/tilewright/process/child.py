@@ -1,8 +1,8 @@
-"""A child process: how it is started, what it is given, and how it ends.
+"""A child process: its start, its arguments and its end.
 
-Every child is a Python process that calls one function, its entry, with a channel to its parent and arguments of
-JSON's types. The channel's first message says all else, such as where the log goes. Both ends see it close when the
-other process ends, however that ends. Nothing here imports torch: CPUs are claimed before it counts them.
+Every child is a Python process that calls one function, its entry, with a channel to its parent and arguments of JSON
+types. The channel's first message has everything else, such as the log's settings. Each end sees the channel close
+when the other process ends for any reason. Nothing here imports torch: CPUs are claimed before it counts them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tilewright.host.binding import RankBinding, claim_cpus
 from tilewright.process.frames import MAX_BYTES, Channel, encode
 from tilewright.process.log import PLAIN, LogSettings
 
-# The package may be on the path by other ways than an installation.
+# The parent's path is passed on: the package may be importable without being installed.
 BOOT = "import sys; sys.path[:] = sys.argv[2:]; from tilewright.process.child import main; main()"
 FAILED = 1  # exit status when the entry raises
-THREAD_LOST = 70  # and when a thread does
+THREAD_LOST = 70  # exit status when a thread raises
 _PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger(__name__)
 
 
 class Child:
-    """A process that runs `entry` ("package.module:function"), and our end of its channel."""
+    """A process that runs `entry` ("package.module:function"), and the parent's end of its channel."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class Child:
         binding: RankBinding | None = None,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """Start the process; OSError if the system has no room for it.
+        """Start the process; raise OSError if the system cannot.
 
-        `fds` are inherited under the same numbers, nothing else is. With an `environment` of its own it inherits no
-        folder either. A child without a session of its own ignores the signals that a terminal or a service manager
-        sends to the whole group: its parent decides. `ends_with_thread` has the system kill it when the calling thread
-        ends, and so with this process. `max_bytes` bounds a message from it.
+        It inherits only the descriptors `fds`, under the same numbers. With an `environment` it runs in / instead of
+        the parent's folder. A child without a session of its own ignores signals that a terminal or a service manager
+        sends to the whole group: its parent decides. With `ends_with_thread` the system kills it when the calling
+        thread ends, and so when this process ends. `max_bytes` bounds messages from it.
         """
         if ":" not in entry:
             raise ValueError(f"entry is {entry!r}, expected package.module:function")
@@ -70,12 +70,12 @@ class Child:
             "log": dataclasses.asdict(log),
             "binding": None if binding is None else binding.to_json(),
         }
-        frame = encode(task)  # before there is a process that would wait for it
+        frame = encode(task)  # may raise, so before the process is started
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, max_bytes)
         path = [folder or os.getcwd() for folder in sys.path]
         options = [] if environment is None else ["-I"]
-        program = f"{entry!r}; {BOOT}"  # it is what `ps` shows
+        program = f"{entry!r}; {BOOT}"  # shown by `ps`
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -88,7 +88,7 @@ class Child:
                     pass_fds=(theirs.fileno(), *fds),
                     start_new_session=has_own_session,
                 )
-            with contextlib.suppress(ConnectionError):  # it has ended already, which whoever waits for it will see
+            with contextlib.suppress(ConnectionError):  # it has already ended, which its status will show
                 for buffer in frame:
                     ours.sendall(buffer)
         except BaseException:
@@ -105,34 +105,34 @@ class Child:
         return self._process.poll()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Return the exit status; None if it still runs after that time."""
+        """Return the exit status; None if the process still runs after `timeout_s`."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def terminate(self) -> None:
-        """Ask it to end, by SIGTERM."""
+        """Ask the process to end, with SIGTERM."""
         self._process.terminate()
 
     def kill(self) -> int:
-        """End it now, and return its exit status."""
+        """Kill the process and return its exit status."""
         self._process.kill()
         return self._process.wait()
 
     def finish(self, timeout_s: float) -> int:
-        """Return the exit status of a process that is about to end, and is killed if it does not within that time."""
+        """Wait for the end of the process, kill it after `timeout_s`, and return the exit status."""
         status = self.wait(timeout_s)
         return self.kill() if status is None else status
 
     def end(self) -> None:
-        """End it now, and close the channel."""
+        """Kill the process and close the channel."""
         self.kill()
         self.channel.close()
 
 
 def main() -> None:
-    """Call the entry, in a process that `Child` has started."""
+    """Call the entry; the main function of a process that `Child` started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     task = channel.receive()
@@ -144,7 +144,7 @@ def main() -> None:
     if task["parent"] is not None:
         _end_with(task["parent"])
     threading.excepthook = end_with_thread
-    for fd in (channel.connection.fileno(), *task["fds"]):  # not for processes that it starts itself
+    for fd in (channel.connection.fileno(), *task["fds"]):  # not for its own child processes
         os.set_inheritable(fd, False)
     try:
         if task["binding"] is not None:
@@ -155,19 +155,19 @@ def main() -> None:
         os._exit(0)
     except Exception:
         _log.critical("%s failed", task["entry"], exc_info=True)
-        os._exit(FAILED)  # the usual end would wait for threads that may never end
+        os._exit(FAILED)  # a normal exit would wait for threads that may never end
 
 
 def _end_with(parent: int) -> None:
-    """Have the system kill this process when the thread that started it ends."""
+    """Let the system kill this process when the thread that started it ends."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         _log.warning("this process may outlive its parent: prctl: %s", os.strerror(ctypes.get_errno()))
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(FAILED)
 
 
 def end_with_thread(arguments: threading.ExceptHookArgs) -> None:
-    """End the process when a thread fails: whoever started it sees that, while one without its thread would hang."""
+    """End the process when a thread fails: the parent notices its end, but not that it hangs without the thread."""
     if isinstance(arguments.exc_value, BrokenPipeError | ConnectionResetError):
         os._exit(0)
     _log.critical("a thread failed", exc_info=arguments.exc_value)

@@ -1,6 +1,6 @@
-"""Takes rights away from this process, for good: memory, or all rights but computing, before untrusted input comes.
+"""Permanently limits this process's memory, or all its rights except computing, before it reads untrusted input.
 
-The filter of system calls is a program that the kernel runs before each call.
+The kernel runs the filter of system calls, a small program, before each call.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Call:
-    """A system call that stays, with its number on each architecture: None where there is no such call."""
+    """An allowed system call with its number on each architecture; None where the call does not exist."""
 
     x86_64: int | None
     aarch64: int | None
     argument: int | None = None  # index of the argument that is compared
-    values: tuple[int, ...] = ()  # what it may be
+    values: tuple[int, ...] = ()  # allowed values
 
 
-# Memory, clocks, and the files and sockets that are open already.
+# Memory, clocks, and files and sockets that are already open.
 CALLS = {
     "read": Call(0, 63),
     "write": Call(1, 64),
@@ -56,7 +56,7 @@ CALLS = {
     "shutdown": Call(48, 210),
     "exit": Call(60, 93),
     "uname": Call(63, 160),
-    "fcntl": Call(72, 25, 1, (1, 3, 1030)),  # F_GETFD, F_GETFL, F_DUPFD_CLOEXEC; others could send signals
+    "fcntl": Call(72, 25, 1, (1, 3, 1030)),  # F_GETFD, F_GETFL, F_DUPFD_CLOEXEC; other commands could send signals
     "gettimeofday": Call(96, 169),
     "getrlimit": Call(97, 163),
     "getrusage": Call(98, 165),
@@ -75,25 +75,25 @@ CALLS = {
     "clock_getres": Call(229, 114),
     "clock_nanosleep": Call(230, 115),
     "exit_group": Call(231, 94),
-    # AT_EMPTY_PATH alone: how the C library asks about an open file. A path, which no filter can look at, would tell
-    # the size and the times of a file, never what is in it.
+    # Only with AT_EMPTY_PATH, as the C library queries an open file. A filter cannot see paths, with which the call
+    # would reveal the size and the times of a file, but not its contents.
     "newfstatat": Call(262, 79, 3, (0x1000,)),
     "pselect6": Call(270, 72),
     "ppoll": Call(271, 73),
     "set_robust_list": Call(273, 99),
     "preadv": Call(295, 69),
-    "prlimit64": Call(302, 261, 0, (0,)),  # its own limits alone
+    "prlimit64": Call(302, 261, 0, (0,)),  # only its own limits
     "getcpu": Call(309, 168),
     "getrandom": Call(318, 278),
     "membarrier": Call(324, 283),
     "rseq": Call(334, 293),
 }
-# By the name that uname gives: what the kernel calls the architecture of a call (AUDIT_ARCH_*). The x32 calls of
-# x86-64 have its name too, but numbers from 0x40000000 on, none of which is listed.
+# uname's name -> the kernel's number of the architecture (AUDIT_ARCH_*). x32 calls have the number of x86-64, but call
+# numbers from 0x40000000 on, none of which is listed.
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-# Of the kernel's packet filters, which judge calls here; both architectures are little-endian, so that the lower half
-# of an argument of eight bytes comes first.
+# Instructions of the kernel's packet filters, which also filter calls. Both architectures are little-endian: the lower
+# half of an eight-byte argument comes first.
 _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.ENOSYS
 _NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16  # in the kernel's struct seccomp_data
@@ -101,14 +101,16 @@ _NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16  # in the kernel's struct seccomp
 
 @cache
 def numbers(machine: str) -> dict[str, int]:
-    """The calls of CALLS that the architecture has, with their numbers."""
+    """Return the calls of CALLS that the architecture has, with their numbers."""
     found = {name: getattr(call, machine) for name, call in CALLS.items()}
     return {name: number for name, number in found.items() if number is not None}
 
 
 def filter_program(machine: str) -> bytes | None:
-    """A filter that allows CALLS; any other call fails as if the kernel did not know it, and one of another
-    architecture ends the process. None where the machine, as uname names it, is of no known architecture.
+    """Return a filter that allows CALLS; None for an unknown architecture.
+
+    `machine` is uname's name. Other calls fail as if the kernel did not have them; a call of another architecture ends
+    the process.
     """
     if machine not in ARCHITECTURES:
         return None
@@ -130,7 +132,7 @@ def _verdict(call: Call) -> list[bytes]:
 
 
 def _step(code: int, value: int, if_so: int = 0, if_not: int = 0) -> bytes:
-    """One instruction, which skips `if_so` or `if_not` steps where it compares."""
+    """Return one instruction; a comparison skips `if_so` or `if_not` instructions."""
     return struct.pack("=HBBI", code, if_so, if_not, value)
 
 
@@ -139,9 +141,9 @@ _MAX_OPEN_FILES = 32
 
 
 def confine(memory_bytes: int) -> list[str]:
-    """Confines this process, which must have one thread; returns the names of what the system could not do.
+    """Confine this process, which must have one thread; return the names of protections that the system lacks.
 
-    `memory_bytes` may be used beyond what is mapped now. From here on no file, socket or process can be opened.
+    It may use `memory_bytes` beyond the memory mapped now. After this call it can open no file, socket or process.
     """
     mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit_memory(mapped_bytes + memory_bytes)
@@ -160,13 +162,13 @@ def confine(memory_bytes: int) -> list[str]:
 
 
 def limit_memory(memory_bytes: int) -> None:
-    """Let this process map no more than that, and leave no dump of it when it ends by that."""
+    """Limit the memory that this process maps, and disable core dumps."""
     _limit(resource.RLIMIT_AS, memory_bytes)
     _limit(resource.RLIMIT_CORE, 0)
 
 
 def limit_cpu(seconds: float) -> None:
-    """Lets this process compute for as long from now; the system ends it then."""
+    """Let the system end this process after this many more CPU seconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     until_s, hard = int(used.ru_utime + used.ru_stime + seconds) + 1, resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (_at_most(until_s, hard), hard))
@@ -182,11 +184,11 @@ def _at_most(value: int, hard: int) -> int:
 
 
 def _filter_calls(libc: ctypes.CDLL) -> bool:
-    """Whether the filter is in place: not where its architecture is unknown, or the kernel knows no filters."""
+    """Install the filter; return False if the architecture is unknown or the kernel does not support filters."""
     program = filter_program(platform.machine())
     if program is None:
         return False
-    # struct sock_fprog: the count of instructions, and where they are.
+    # struct sock_fprog: the number of instructions, and their address.
     instructions = ctypes.create_string_buffer(program, len(program))
     table = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
     return libc.prctl(_PR_SET_SECCOMP, 2, ctypes.c_char_p(table), 0, 0) == 0

@@ -1,7 +1,7 @@
-"""Messages between processes, in frames over a socket: JSON, with bytes at any place in it.
+"""Messages between processes, in frames over a socket: JSON that may contain bytes anywhere.
 
-A frame is HEAD, a JSON text, and the message's bytes, whose places and sizes the text gives. What reads frames has a
-bound on their size, and takes nothing else on trust: the other process may have been taken over by a file it decoded.
+A frame is HEAD, a JSON text, and the message's bytes, whose paths and sizes are in the text. The reader bounds the size
+and checks everything else: the other process may have been compromised by a file that it decoded.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 HEAD = struct.Struct("<Q")  # bytes of the JSON text
-MAX_BYTES = 1 << 32  # of the text, and of all bytes behind it, between processes that trust each other
-MAX_FDS = 4  # with one message
+MAX_BYTES = 1 << 32  # for the text, and for all bytes after it, between processes that trust each other
+MAX_FDS = 4  # per message
 
-LeftTime = Callable[[], float]  # the seconds for which one may wait at once; raises when there is no time left
+LeftTime = Callable[[], float]  # returns the remaining seconds to wait; raises when there are none
 
 
 class FrameError(ValueError):
-    """The bytes received are no message, or one beyond the bound."""
+    """The received bytes are not a message, or exceed the bound."""
 
 
 def encode(message: Mapping[str, Any]) -> list[bytes]:
-    """Return the frame of a message of JSON's types and bytes, as buffers to write in turn: no bytes are copied."""
+    """Return the frame of a message of JSON types and bytes, as buffers to write in order, without copying bytes."""
     blobs: list[bytes] = []
     paths: list[list[str | int]] = []
     value = _lift(message, [], paths, blobs)
@@ -35,9 +35,9 @@ def encode(message: Mapping[str, Any]) -> list[bytes]:
 
 
 def _lift(value: Any, path: list[str | int], paths: list[list[str | int]], blobs: list[bytes]) -> Any:
-    """Return the value without its bytes, which go to `blobs`, and their paths to `paths`.
+    """Return the value without its bytes; append these to `blobs` and their paths to `paths`.
 
-    A marker in their place could be forged by the text of a request; a path cannot.
+    Text in a request could forge a marker in place of bytes, but not a path.
     """
     if isinstance(value, bytes):
         paths.append(path)
@@ -51,9 +51,9 @@ def _lift(value: Any, path: list[str | int], paths: list[list[str | int]], blobs
 
 
 def decode(max_bytes: int = MAX_BYTES) -> Generator[int, bytes, dict[str, Any]]:
-    """Yield how many bytes to read next, for any way of reading them, and return the message.
+    """Decode a frame: yield the number of bytes to read next, receive them by `send`, and return the message.
 
-    Sizes are checked before anything is read. Each blob is read on its own, which saves a copy.
+    Sizes are checked before anything is read. Each blob is read separately, which saves a copy.
     """
     (text_bytes,) = HEAD.unpack((yield HEAD.size))
     _check_size(text_bytes, max_bytes)
@@ -63,9 +63,9 @@ def decode(max_bytes: int = MAX_BYTES) -> Generator[int, bytes, dict[str, Any]]:
     except (ValueError, TypeError, RecursionError) as error:
         raise FrameError("a message that is not JSON of this form") from error
     if not (isinstance(message, dict) and isinstance(paths, list) and isinstance(sizes, list)):
-        raise FrameError("a message that is no object")
+        raise FrameError("a message that is not an object")
     if len(paths) != len(sizes) or not all(type(size) is int and size >= 0 for size in sizes):
-        raise FrameError("bytes of no size")
+        raise FrameError("bytes of an invalid size")
     _check_size(sum(sizes), max_bytes)
     for path, size in zip(paths, sizes, strict=True):
         blob = yield size
@@ -85,7 +85,7 @@ def _check_size(num_bytes: int, max_bytes: int) -> None:
 
 
 def until(timeout_s: float) -> LeftTime:
-    """Return a LeftTime that raises TimeoutError after so many seconds from now."""
+    """Return a LeftTime that raises TimeoutError `timeout_s` seconds from now."""
     deadline_s = time.monotonic() + timeout_s
 
     def left_s() -> float:
@@ -98,9 +98,9 @@ def until(timeout_s: float) -> LeftTime:
 
 
 class Channel:
-    """One end of a stream socket between two processes, blocking. Many threads may send, one receives.
+    """One end of a blocking stream socket between two processes. Many threads may send, one receives.
 
-    Calls with a `left_s` wait no longer than that says; then all calls of this end must have one.
+    Calls with `left_s` wait no longer than it returns; if one call has it, all calls on this end must.
     """
 
     def __init__(self, connection: socket.socket, max_bytes: int = MAX_BYTES) -> None:
@@ -109,7 +109,7 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, message: Mapping[str, Any], fds: Sequence[int] = (), left_s: LeftTime | None = None) -> None:
-        """Send a message, and descriptors with it; OSError if the other end has closed."""
+        """Send a message with file descriptors; raise OSError if the other end has closed."""
         head, *blobs = encode(message)
         with self._sending:
             num_sent = socket.send_fds(self.connection, [head], fds) if fds else 0
@@ -118,9 +118,9 @@ class Channel:
                 self._send_all(memoryview(blob), left_s)
 
     def receive(self, left_s: LeftTime | None = None, fds: list[int] | None = None) -> dict[str, Any] | None:
-        """Return the next message, and put its descriptors into `fds`; None when the other end has closed.
+        """Return the next message, and append its descriptors to `fds`; return None when the other end has closed.
 
-        FrameError if it sent something else.
+        Raise FrameError for an invalid message.
         """
         reading = decode(self._max_bytes)
         wanted = next(reading)
@@ -149,7 +149,7 @@ class Channel:
             try:
                 view = view[self.connection.send(view) :]
             except TimeoutError:
-                continue  # left_s raises when it is over
+                continue  # left_s raises when the time is up
 
     def _read(self, num_bytes: int, left_s: LeftTime | None) -> bytes:
         parts: list[bytes] = []

@@ -1,4 +1,4 @@
-"""The log of a process: to standard error, in one of three forms."""
+"""The log of a process, on standard error, in one of three forms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PLAIN = "%(levelname)s %(name)s: %(message)s"
 
 
 class LineFormatter(logging.Formatter):
-    """One line per record; the `fields` of a record are written as name and value."""
+    """Formats one line per record, with the record's `fields` as names and values."""
 
     def __init__(self, is_json: bool) -> None:
         super().__init__()
@@ -31,10 +31,10 @@ class LineFormatter(logging.Formatter):
 
 @dataclass(frozen=True)
 class LogSettings:
-    """What a process logs, and how: json and text have the time in each line, plain lines get a name before them."""
+    """The form and level of a process's log. Lines of json and text have the time, plain ones a prefix."""
 
     form: Literal["json", "text", "plain"] = "text"
-    level: int = logging.WARNING  # of our own log; of other packages there are warnings
+    level: int = logging.WARNING  # of Tilewright's log; other packages log warnings
 
     def configure(self) -> None:
         """Send the log of this process to standard error."""
@@ -45,7 +45,7 @@ class LogSettings:
         logging.getLogger("tilewright").setLevel(self.level)
 
 
-TEXT, PLAIN = LogSettings("text"), LogSettings("plain")  # warnings alone
+TEXT, PLAIN = LogSettings("text"), LogSettings("plain")  # warnings only
 
 
 def _quoted(value: object) -> str:

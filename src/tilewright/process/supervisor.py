@@ -1,7 +1,7 @@
-"""A child process that computes for the server, and is restarted when it ends.
+"""A child process that computes for the server and is restarted when it ends.
 
-A slow client, a large body or a garbage collection in the server delays no step of it, and its crash does not end the
-server. docs/server.md has the measurements.
+Slow clients, large bodies or garbage collections in the server do not delay its steps, and its crash does not end the
+server. docs/server.md has measurements.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from tilewright.types import EngineUnavailable
 
 _log = logging.getLogger(__name__)
 
-# Before a restart, where the process was not ready for STEADY_S; doubled each time it ends before it is ready.
+# Pause before a restart if the process was ready for less than STEADY_S; doubled each time it ends before it is ready.
 FIRST_PAUSE_S = 0.5
 STEADY_S = 10.0
 LONGEST_PAUSE_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
-EXIT_TIMEOUT_S = 1.0  # of one that has closed its end
-# A process may be stopped for a moment, as a profiler does to look at it: what comes meanwhile waits.
+EXIT_TIMEOUT_S = 1.0  # for a process that has closed its channel
+# A process may be stopped briefly, for example by a profiler: requests wait meanwhile.
 MAX_STOPPED_S = 1.0
 
 
 class ProcessRefused(Exception):
-    """The process cannot start with these options: no such model, not enough memory."""
+    """The process cannot start with these options, for example for lack of memory. The message is the reason."""
 
 
 class SupervisedProcess:
-    """Runs `entry` with `options`, which answers with "ready" or "refused", until it is closed.
+    """Runs `entry` with `options`, which first sends "ready" or "refused", and restarts it until `close`.
 
-    What its other messages mean, and what becomes of requests when it ends, is up to the subclass.
+    Subclasses handle its other messages, and requests that run when it ends.
     """
 
     def __init__(self, what: str, entry: str, options: Mapping[str, Any], log: LogSettings = TEXT) -> None:
@@ -48,26 +48,26 @@ class SupervisedProcess:
         self._log = log
         self._writer: asyncio.StreamWriter | None = None  # None: the process is not ready
         self._process: Child | None = None
-        self._stopped: ActivityProbe | None = None  # from when it was first seen to be stopped
+        self._stopped: ActivityProbe | None = None  # since the process was first seen stopped
         self._supervisor: asyncio.Task[None] | None = None
         self._is_closing = False
-        self._is_refused = False  # the latest process said why it cannot start: its end is no news
+        self._is_refused = False  # the latest process has reported why it cannot start: its end is not logged
         self._last_status: int | None = None  # of the process that ended last
         self.num_restarts = 0
 
     def on_ready(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Takes what the process says of itself when it is ready; returns options for one that takes its place."""
+        """Handle the message that the process is ready; return options to add for later restarts."""
         raise NotImplementedError
 
     def on_message(self, message: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def on_end(self, how: str) -> None:
-        """The process has ended; called each time, also by `close`."""
+        """Handle the end of a process; called each time, also after `close`."""
         raise NotImplementedError
 
     async def start(self) -> None:
-        """Returns when the process is ready; ProcessRefused, with the reason, if it cannot start."""
+        """Start the process and wait until it is ready; raise ProcessRefused, with the reason, if it cannot start."""
         ready = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(ready))
         await ready
@@ -77,7 +77,7 @@ class SupervisedProcess:
         return self._writer is not None
 
     async def close(self) -> None:
-        """Ends the process; requests under way are dropped."""
+        """End the process; running requests are dropped."""
         self._is_closing = True
         if self._supervisor is not None:
             self._supervisor.cancel()
@@ -91,9 +91,9 @@ class SupervisedProcess:
         self._writer.writelines(frames.encode(message))
 
     def check_running(self) -> None:
-        """EngineUnavailable if the process has been stopped for MAX_STOPPED_S (SIGSTOP, a debugger).
+        """Raise EngineUnavailable if the process has been stopped for MAX_STOPPED_S (SIGSTOP, a debugger).
 
-        What was sent to it before waits, and is computed when it goes on.
+        Requests that were sent before are computed when it continues.
         """
         process = self._process
         if process is None or not is_stopped(process.pid):
@@ -105,7 +105,7 @@ class SupervisedProcess:
             raise EngineUnavailable(f"the {self._what} (process {process.pid}) is stopped; try again later")
 
     async def _supervise(self, first_ready: asyncio.Future[None]) -> None:
-        """Runs the process, and restarts it, until `close`."""
+        """Run the process, and restart it, until `close`."""
         pause_s = FIRST_PAUSE_S
         while True:
             ready_s: float | None = None
@@ -137,7 +137,7 @@ class SupervisedProcess:
             pause_s = max(pause_s, FIRST_PAUSE_S)
 
     async def _run_one(self, first_ready: asyncio.Future[None]) -> float | None:
-        """Runs one process until it ends; returns for how many seconds it was ready, None if it never was."""
+        """Run one process until it ends; return the seconds that it was ready, None if it never was."""
         self._is_refused = False
         arguments = {"options": self._options}
         process = self._process = Child(self._entry, arguments, has_own_session=False, log=self._log)
@@ -161,7 +161,7 @@ class SupervisedProcess:
             is_asked = self._is_closing and not is_stopped(process.pid)
             try:
                 await loop.run_in_executor(None, process.finish, CLOSE_TIMEOUT_S if is_asked else EXIT_TIMEOUT_S)
-            except asyncio.CancelledError:  # `close` while an ended process is waited for
+            except asyncio.CancelledError:  # `close` while waiting for an ended process
                 process.kill()
                 raise
             finally:
@@ -171,7 +171,7 @@ class SupervisedProcess:
 
 
 async def _read_message(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The next message of the process; None when it has closed its end."""
+    """Return the next message of the process; None when it has closed its end."""
     reading = frames.decode()
     wanted = next(reading)
     try:

@@ -1,12 +1,12 @@
-"""Starts processes that need each other, as the ranks of a group do, watches them, and ends them.
+"""Starts, watches and ends processes that need each other, such as the ranks of a group.
 
     workers = Workers("package.module:function", [WorkerSpec(rank=1, payload={...}, binding=...)], size=2,
                       on_death=lambda rank, reason: ...)
     ...
     workers.close()
 
-A worker ends with this process however that ends, and when another worker dies. What they compute, and how they talk
-to each other, is not known here.
+A worker ends when this process ends for any reason, and when another worker dies. This module does not know what they
+compute or how they communicate.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tilewright.process.log import LogSettings
 from tilewright.process.state import cause_of_end
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
-_EXIT_S = 1.0  # from the end of the channel to the end of the process: unmapping a model's weights takes a while
-_NUM_LAST_LINES = 20  # of standard error in the reason of a death: the end of a trace
+_EXIT_S = 1.0  # from the end of the channel to the end of the process, which unmaps a model's weights
+_NUM_LAST_LINES = 20  # lines of standard error in the reason of a death: the end of a traceback
 _MAX_LINE_BYTES = 8192  # longer ones are passed on in pieces
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One worker: what it is given. `payload` is JSON; `fds` it inherits under the same numbers."""
+    """The arguments of one worker. `payload` is JSON; `fds` are inherited under the same numbers."""
 
     rank: int
     payload: Mapping[str, Any] = field(default_factory=dict)
@@ -50,11 +50,11 @@ class WorkerSpec:
 
 
 class Workers:
-    """Processes in `entry`(channel, rank, size, payload, fds), until `close` or until one of them dies.
+    """Processes that run `entry`(channel, rank, size, payload, fds), until `close` or until one of them dies.
 
     `on_death` is called once, from another thread, with the rank and the reason, before the others are ended. A worker
-    may not return before `close`, unless `may_finish`. `log_level` is that of our own log in the workers, whose
-    standard output and error are passed on to standard error, as "rank 1: " and the line.
+    may not return before `close`, unless `may_finish`. `log_level` is that of Tilewright's log in the workers, whose
+    standard output and error are passed on to standard error with the prefix "rank 1: ".
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Workers:
         self.channels: dict[int, Channel] = {}  # by rank; open until `close`
         started: Future[None] = Future()
         self._wakening, closing_end = os.pipe()
-        self._closing_end: int | None = closing_end  # closed, it wakes the thread
+        self._closing_end: int | None = closing_end  # closing it wakes the thread
         self._thread = threading.Thread(
             target=self._run, args=(entry, specs, size, started), name="workers", daemon=True
         )
@@ -91,12 +91,12 @@ class Workers:
             raise
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether all workers have ended within that time."""
+        """Wait for the end of all workers; return False if some still run after `timeout_s`."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends all workers, and returns when they have ended; in `on_death` at once: they end after it."""
+        """End all workers and wait for their end; within `on_death` do not wait: they end after it returns."""
         self._is_closing = True
         with self._lock:
             if self._closing_end is not None:
@@ -116,9 +116,10 @@ class Workers:
         self.close()
 
     def _run(self, entry: str, specs: Sequence[WorkerSpec], size: int, started: Future[None]) -> None:
-        """Starts the workers and watches them. It does both since a worker is killed when the thread that started it
-        ends, not only with the process: PR_SET_PDEATHSIG."""
-        # Of a pinned thread a worker would inherit one CPU, and take that for all there are.
+        """Start the workers and watch them. One thread does both, since PR_SET_PDEATHSIG kills a worker when the thread
+        that started it ends.
+        """
+        # A worker would inherit the single CPU of a pinned thread, and take it for all CPUs.
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, config.from_environment().available_cpus)
         try:
@@ -137,11 +138,11 @@ class Workers:
             os.close(self._wakening)
 
     def _watch(self) -> None:
-        """Returns when the workers must end, or have."""
+        """Watch the workers; return when all have ended or have to be ended."""
         poll = select.poll()
         poll.register(self._wakening, select.POLLIN)
         for worker in self._running:
-            poll.register(worker.channel.connection, 0)  # its end alone: messages are for others
+            poll.register(worker.channel.connection, 0)  # its end only: others read its messages
             poll.register(worker.errors, select.POLLIN)
         while self._running:
             ready = {fd for fd, _ in poll.poll()}
@@ -158,7 +159,7 @@ class Workers:
                     return
 
     def _note_end(self, worker: _Worker) -> bool:
-        """Whether it may have ended; else all are told."""
+        """Record the end of a worker; return False, after calling `on_death`, if it must not have ended."""
         status = worker.finish(_EXIT_S)
         self._running.remove(worker)
         if self._is_closing or (status == 0 and self._may_finish):
@@ -169,7 +170,7 @@ class Workers:
             try:
                 self._on_death(worker.rank, reason)
             except Exception:
-                _log.exception("telling of the death of rank %d failed", worker.rank)
+                _log.exception("on_death for rank %d failed", worker.rank)
         return False
 
     def _end_all(self) -> None:
@@ -182,7 +183,7 @@ class Workers:
 
 
 class _Worker(Child):
-    """One process, and our end of its standard output and error."""
+    """A worker process, and the read end of its standard output and error."""
 
     def __init__(self, spec: WorkerSpec, entry: str, size: int, log: LogSettings) -> None:
         self.rank = spec.rank
@@ -208,7 +209,7 @@ class _Worker(Child):
             os.close(errors_end)
 
     def pass_errors_on(self) -> bool:
-        """Passes on what the worker has written to standard error; False once there is no more to come."""
+        """Pass on new output of the worker to standard error; return False at the end of its output."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.errors, 65536):
                 *lines, self._line = (self._line + data).split(b"\n")
@@ -221,7 +222,7 @@ class _Worker(Child):
         return True
 
     def finish(self, timeout_s: float) -> int:
-        """Returns the exit status as `Child.finish` does, when all that it wrote is passed on."""
+        """Wait for the end of the process, pass on its remaining output and return the exit status."""
         status = super().finish(timeout_s)
         self.pass_errors_on()
         if self._line:
@@ -231,7 +232,7 @@ class _Worker(Child):
 
     def reason_of_end(self, status: int) -> str:
         how = cause_of_end(status)
-        return "\n".join([f"{how}; the last it wrote:", *self._last_lines] if self._last_lines else [how])
+        return "\n".join([f"{how}; its last output:", *self._last_lines] if self._last_lines else [how])
 
     def _pass_on(self, line: bytes) -> None:
         self._last_lines.append(line.decode(errors="replace"))
