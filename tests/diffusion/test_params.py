@@ -62,7 +62,7 @@ def test_numbers_of_numpy_are_numbers():
         ({"guidance_interval": (0.5, 0.2)}, "guidance_interval is 0.5 to 0.2"),
         ({"guidance_interval": 0.5}, "guidance_interval is 0.5, expected two numbers"),
         ({"negative_prompt": 3}, "negative_prompt is a int, expected text"),
-        ({"steps": 3}, "steps is no setting of a picture"),
+        ({"steps": 3}, "steps is not a setting of a picture"),
         ({"prompt": 7}, "prompt is a int, expected text"),
         ({"prompt": "x" * (MAX_PROMPT_CHARACTERS + 1)}, f"expected at most {MAX_PROMPT_CHARACTERS}"),
     ],
@@ -83,7 +83,7 @@ def test_the_field_at_fault_is_named():
     [
         (torch.zeros(1, 4, 8, 9), r"latents have the shape \[1, 4, 8, 9\], expected \[2, 4, 8, 8\] for 2"),
         (torch.full((2, 4, 8, 8), math.nan), "latents have values that are not finite"),
-        ("noise", "latents are no tensor"),
+        ("noise", "latents are not a tensor"),
     ],
 )
 def test_latents_are_checked(latents, message):

@@ -1,7 +1,7 @@
-"""The components of a diffusers-layout folder: model_index.json says which there are, each has a folder of its own.
+"""The components of a folder in diffusers' layout: model_index.json lists them, each has its own folder.
 
-Networks are made when they are first used. With `low_memory` they are released when their stage ends, so that the
-largest of them is the most that is in memory; packed weights come back from the pack cache, mapped.
+Networks are loaded when first used. With `low_memory` they are released when their stage ends, so that at most the
+largest of them is in memory; packed weights are mapped again from the pack cache.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from tilewright.weights.safetensors import SafetensorsCheckpoint
 
 _log = logging.getLogger(__name__)
 
-LARGE_BYTES = 2 << 30  # of a component: Wan's transformers are published in fp32, and were trained in bf16
+LARGE_BYTES = 2 << 30  # size of a component: Wan's transformers are published in fp32, but were trained in bf16
 
 
 class Components:
-    """What a pipeline is made of. `builders` make networks of configs, by the component's name."""
+    """Components of a pipeline. `builders` make networks from configs, by the component's name."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class Components:
         pack_cache: bool = True,
         progress: bool = False,
     ) -> None:
-        """`stream_layers`: bytes that layers of a network may take, the others being read as they compute."""
+        """Open the folder; `stream_layers`: bytes for a network's layers, the others being read as they compute."""
         if dtype != "auto" and dtype not in DTYPES:
             raise RequestError(f"dtype is {dtype!r}, expected auto, {' or '.join(DTYPES)}")
         self.folder = pipeline_folder(model)
         self.index = read_json(self.folder / "model_index.json")
         self.low_memory = low_memory
         self.builders: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {}
-        self.loading_s = 0.0  # spent in loading, so far
+        self.loading_s = 0.0  # total so far
         self.reports: dict[str, LoadReport] = {}
         self._dtype = dtype
         self._group = group or SingleGroup()
@@ -74,7 +74,7 @@ class Components:
         self._progress = progress
         self._networks: dict[str, Any] = {}
         self._num_users: Counter[str] = Counter()
-        self._checks: dict[str, EntryCheck] = {}  # of mapped weights, read through once while they are used
+        self._checks: dict[str, EntryCheck] = {}  # background checks of mapped weights
         self._damage: DamagedEntryError | None = None
 
     @property
@@ -83,7 +83,7 @@ class Components:
 
     @property
     def class_name(self) -> str:
-        """Of the pipeline."""
+        """Class of the pipeline."""
         return str(self.index.get("_class_name"))
 
     def has(self, name: str) -> bool:
@@ -92,22 +92,22 @@ class Components:
         return isinstance(entry, list) and len(entry) == 2 and entry[1] is not None
 
     def path(self, name: str) -> Path:
-        """The folder of a component."""
+        """Return the folder of a component."""
         folder = self.folder / name
         if not self.has(name) or not folder.is_dir():
             raise CheckpointError(f"{self.folder} has no {name}, which a {self.class_name} needs: download it again")
         return folder
 
     def config(self, name: str) -> dict[str, Any]:
-        """A component's config, without what is null there."""
+        """Return a component's config without null entries."""
         file = "scheduler_config.json" if name == "scheduler" else "config.json"
         return {key: value for key, value in read_json(self.path(name) / file).items() if value is not None}
 
     def with_defaults(self, limits: Limits) -> Limits:
-        """The limits with the defaults of the folder's generation_config.json, where it has one.
+        """Return the limits with the defaults of the folder's generation_config.json, if it has one.
 
-        `max_side` and `max_pixels` there are the largest pictures that the model was trained for: the networks may
-        take more, and no request may ask for it.
+        `max_side` and `max_pixels` there bound the pictures that the model was trained for: no request may exceed them,
+        even if the networks could.
         """
         stored = read_optional_json(self.folder / "generation_config.json")
         defaults = {"width", "height", "num_steps", "guidance", "num_frames"}
@@ -129,7 +129,7 @@ class Components:
         limits = dataclasses.replace(limits, **given)
         try:
             limits.params("", image=True if limits.needs_image else None)
-        except RequestError as error:  # no request could ask for these
+        except RequestError as error:  # the defaults themselves are out of range
             raise CheckpointError(f"{self.folder / 'generation_config.json'}: {error}") from error
         return limits
 
@@ -137,13 +137,13 @@ class Components:
         return Tokenizer.from_folder(self.path(name))
 
     def dtype(self, name: str) -> torch.dtype:
-        """What a component computes in: as asked, or as most of its tensors are stored."""
+        """Return the compute type of a component: the requested one, or that of most of its tensors."""
         if self._dtype != "auto":
             return DTYPES[self._dtype]
         return stored_dtype(SafetensorsCheckpoint(self.path(name)))
 
     def stored_bytes(self) -> int:
-        """Of all networks, as they are stored."""
+        """Return the size of all networks as stored."""
         return sum(
             path.stat().st_size
             for name in self.builders
@@ -153,7 +153,7 @@ class Components:
 
     @contextlib.contextmanager
     def use(self, name: str) -> Iterator[Any]:
-        """The network of a component, loaded if it is not; in low-memory mode it is released afterwards."""
+        """Provide a component's network, loading it if needed; in low-memory mode it is released afterwards."""
         if self._damage is not None:
             raise self._damage
         network = self._networks.get(name)
@@ -173,7 +173,7 @@ class Components:
         return name in self._networks
 
     def release(self) -> None:
-        """Lets go of all networks."""
+        """Release all networks."""
         self._networks.clear()
         gc.collect()
 
@@ -189,11 +189,11 @@ class Components:
         begin_s = time.perf_counter()
         network = self._mapped(name)
         if self._stream_bytes is not None:
-            if not self.reports[name].from_cache:  # packed just now, in memory: from here on it is in the cache
+            if not self.reports[name].from_cache:  # just packed, in memory: from here on it is in the cache
                 del network
                 network = self._mapped(name)
             if not self.reports[name].from_cache:
-                raise CheckpointError(f"{name} cannot be streamed: its packed weights are not kept in the pack cache")
+                raise CheckpointError(f"{name} cannot be streamed: its packed weights are not in the pack cache")
             layer_stream.stream_layers(network, self._stream_bytes)
         unchecked = self.reports[name].unchecked
         if unchecked is not None and name not in self._checks:
@@ -202,7 +202,7 @@ class Components:
         return network
 
     def _mapped(self, name: str) -> Any:
-        """A component's network with its weights, mapped from the pack cache where they are there."""
+        """Return a component's network with its weights, mapped from the pack cache if they are there."""
         folder = self.path(name)
         checkpoint = SafetensorsCheckpoint(folder)
         with partition.use(Partition(self._group)) as parts:
@@ -235,14 +235,14 @@ class Components:
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """fp32 where most of the checkpoint is, else bf16."""
+    """Return fp32 if most of the checkpoint is, else bf16."""
     sizes = {name: checkpoint.size_bytes(name) for name in checkpoint.shapes}
     wide = sum(size for name, size in sizes.items() if checkpoint.dtype(name) == torch.float32)
     return torch.float32 if 2 * wide > sum(sizes.values()) else torch.bfloat16
 
 
 def pipeline_folder(model: str | Path) -> Path:
-    """The folder that `model` names, downloaded if it is a hub id; one that is no pipeline is a CheckpointError."""
+    """Return the folder that `model` names, downloaded if it is a hub id; CheckpointError if it is no pipeline."""
     path = hub.find(model, "a folder or a hub id") or hub.download_pipeline(str(model))
     if not files.exists(path / "model_index.json"):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""`tilewright.Diffusion`: pictures and video from Python."""
+"""`tilewright.Diffusion`: the Python API for pictures and videos."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from tilewright.weights import embedded
 
 _log = logging.getLogger(__name__)
 
-PROBE_S = 0.2  # to measure what this machine multiplies, where no run is known
+PROBE_S = 0.2  # to measure this machine's multiply speed, if no run is known
 
 
 @dataclass(frozen=True)
 class Generated:
-    """Pictures (or videos, each a list of frames), and what made them."""
+    """Pictures (or videos, each a list of frames), and the request they were made from."""
 
     images: list[Any]  # PIL pictures, lists of them for videos, or uint8 arrays [T, H, W, 3]; empty for latents
-    latents: Tensor  # at the end, in diffusers' layout
+    latents: Tensor  # at the end of the run, in diffusers' layout
     timings: PipelineTimings
     params: GenerationParams
     model: str
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it takes to make the first picture again: the metadata of its file."""
+        """Settings that reproduce the first picture: the metadata of its file."""
         return self.settings_of(0)
 
     def settings_of(self, index: int) -> dict[str, Any]:
@@ -55,25 +55,25 @@ class Generated:
 
 
 class Diffusion:
-    """A pipeline, ready to make pictures, one request at a time.
+    """A pipeline that generates pictures, one request at a time.
 
         with Diffusion("path/to/Z-Image-Turbo") as diffusion:
             diffusion.generate("a lighthouse at dusk", seed=7).images[0].save("lighthouse.png")
 
-    `model` is a folder in diffusers' layout or a hub id; None: the small one that comes with the package.
+    `model` is a folder in diffusers' layout or a hub id; None: the small model of the package.
 
     dtype        "auto" (each component as it is stored), "bfloat16" or "float32"
-    tp           ranks that the networks are split over, each a process with cores and memory of its own
+    tp           ranks that the networks are split over, each a process with its own cores and memory
                  (docs/parallel.md)
     cpu_binding  the CPUs of each rank, such as "0-7|8-15"; None: those of one NUMA node each
     device       "cpu", or a GPU: "cuda", "cuda:1" (docs/devices.md)
     backend      "native": the kernels; "torch": the same ops in plain torch, to compare with (docs/devices.md); None:
                  the kernels on a CPU, torch on a GPU
-    low_memory   text encoder, transformer and VAE are mapped and released in turn: the largest is what it takes
+    low_memory   text encoder, transformer and VAE are mapped and released in turn: at most the largest is in memory
     stream_layers  bytes, such as "4GB", that the layers of a network may take: the others are read from the pack cache
                  as they compute, in every step; None: all stay in memory
-    pack_cache   whether packed weights, and what pictures took, are kept on disk for the next start
-    progress     whether loading shows a bar
+    pack_cache   whether packed weights and durations are cached on disk for the next start
+    progress     whether loading shows a progress bar
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Diffusion:
         folder = config.current().cache_dir if pack_cache else None
         how = f"{dtype}, tp {tp}, {low_memory=}, {layer_bytes=}, {self.platform.backend}, {self.platform.device}"
         self._times = PastTimes(folder, f"{self.name}, {how}, {_machine()}")
-        self._operations_per_s: float | None = None  # measured when it is first asked for
+        self._operations_per_s: float | None = None  # measured on first use
         options: dict[str, Any] = {"dtype": dtype, "low_memory": low_memory, "pack_cache": pack_cache}
         options["stream_layers"] = layer_bytes
         self._ranks = (
@@ -121,11 +121,11 @@ class Diffusion:
         return self.pipeline.limits
 
     def params(self, prompt: str, **settings: Any) -> GenerationParams:
-        """A request, checked, with this model's defaults."""
+        """Return a validated request with this model's defaults."""
         return self.limits.params(prompt, **settings)
 
     def expected(self, params: GenerationParams) -> Expected:
-        """How long a request of `params` takes, before it is begun, and where that is from (docs/diffusion.md)."""
+        """Return how long a request will take, and the basis of that estimate (docs/diffusion.md)."""
         work = self._work
         known = self._times.expected(params, work, self.pipeline.components.is_loaded("transformer"))
         if known is not None:
@@ -159,7 +159,7 @@ class Diffusion:
         guidance_norm: float | None = None,
         on_step: OnStep | None = None,
     ) -> Generated:
-        """The pictures of a prompt."""
+        """Generate the pictures of a prompt."""
         params = self.params(
             prompt,
             negative_prompt=negative_prompt,
@@ -180,7 +180,7 @@ class Diffusion:
         return self.run(params, on_step)
 
     def run(self, params: GenerationParams, on_step: OnStep | None = None) -> Generated:
-        """The pictures of a request that `params` made."""
+        """Generate the pictures of a request from `params`."""
         on_step = on_step or ignore_step
         with self._lock, self._computing():
             if self._ranks is None:
@@ -192,11 +192,11 @@ class Diffusion:
         return Generated(_images(result, params), result.latents, result.timings, params, self.name)
 
     def preview(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
-        """The pictures that a step sees, small, uint8 [n, T, H, W, 3]: for an on_step, with the latents it gets."""
+        """Return small pictures of a step, uint8 [n, T, H, W, 3], from the latents that on_step gets."""
         return self.pipeline.preview(latents, params)
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
-        """Ops that this thread calls within are those of the platform."""
+        """Use the platform's ops on this thread within the context."""
         return ops_backend.use(self.platform.backend, self.platform.place)
 
     def _close_ranks(self) -> None:
@@ -217,12 +217,12 @@ class Diffusion:
 
 
 def _machine() -> str:
-    """What times depend on of it."""
+    """Return what durations depend on: CPU, ISA level and number of threads."""
     return f"{cpu_name(read_text(Path('/proc/cpuinfo')))}, {kernels.active_isa()}, {kernels.num_threads()} threads"
 
 
 def _warn_of_size(components: Components, platform: Platform) -> None:
-    """Of networks that do not fit into the memory all at once, where low memory would hold one at a time."""
+    """Warn if the networks do not fit into memory together, but would one at a time with low memory."""
     needed, free = components.stored_bytes(), platform.available_bytes()
     if needed > free and not components.low_memory:
         _log.warning(

@@ -1,10 +1,10 @@
-"""How long pictures take, told before they are begun: by how long earlier ones took here, or by their operations.
+"""Estimates how long pictures take, from the durations of earlier runs on this machine, or from operation counts.
 
     times = PastTimes(folder, "Z-Image-Turbo float32 tp 1")
     times.note(params, timings)                        # after a run
-    expected = times.expected(params, work, is_loaded) # None where nothing is known
+    expected = times.expected(params, work, is_loaded) # None if nothing is known
 
-What runs took is kept in one small file of the cache folder, by model, CPU and threads.
+Durations are kept in one small file of the cache folder, by model, CPU and threads.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from tilewright.host import files
 _log = logging.getLogger(__name__)
 
 FILE = "picture_times.json"
-MAX_RUNS = 32  # that are kept of each model: the latest of each kind of request
+MAX_RUNS = 32  # per model: the latest run of each kind of request
 MAX_MODELS = 64
-MAX_FILE_BYTES = 4 << 20  # twice what so many runs of so many models take
-# Of the multiply peak, what products and attention of a step reach together (docs/diffusion.md).
+MAX_FILE_BYTES = 4 << 20  # twice the size for that many runs and models
+# Share of the multiply peak that products and attention of a step reach together (docs/diffusion.md).
 SHARE_OF_PEAK = 0.6
 
 
 @dataclass(frozen=True)
 class Expected:
     seconds: float
-    basis: str  # where that is from, as a person reads it
+    basis: str  # source of the estimate, for people
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step's operations grow with: 2 for each parameter and token, 4 for each pair of tokens, layer and channel.
+    """Sizes that a step's operations depend on: 2 per parameter and token, 4 per pair of tokens, layer and channel.
 
     Texts are not counted: they are short beside a picture.
     """
@@ -52,26 +52,26 @@ class Work:
 
     @classmethod
     def of(cls, num_parameters: int, config: Mapping[str, Any], limits: Limits) -> Work:
-        """Of a transformer by its config, in the words of any family."""
+        """Return the work of a transformer from its config, by the names of any family."""
         layers = sum(int(config.get(name, 0)) for name in ("num_layers", "num_single_layers", "n_layers"))
         width = int(config.get("dim") or config["num_attention_heads"] * config["attention_head_dim"])
         return cls(num_parameters, layers * width, limits.size_multiple, limits.frame_multiple)
 
     def step(self, width: int, height: int, num_frames: int) -> float:
-        """Operations of one step of one picture, unguided."""
+        """Return the operations of one unguided step of one picture."""
         tokens = width * height / self.size_multiple**2 * (1 + (num_frames - 1) / self.frame_multiple)
         return 2.0 * self.num_parameters * tokens + 4.0 * self.attention_channels * tokens**2
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one request took."""
+    """Durations of one request."""
 
     width: int
     height: int
     num_frames: int
     n: int
-    kind: str  # what else its time depends on, beside the number of steps
+    kind: str  # what else the duration depends on, except the number of steps
     load_s: float
     encode_s: float
     step_s: float
@@ -85,7 +85,7 @@ class Run:
 
 
 def kind_of(params: GenerationParams) -> str:
-    """What a step's time depends on beside the size: whether it is guided, how long, and whether steps are skipped."""
+    """Return what else a step's duration depends on: guidance, its interval, and whether steps are skipped."""
     guidance = "unguided" if params.guidance == 0 else "guided" if params.guidance > 1 else "barely guided"
     begin, end = params.guidance_interval
     negative = "" if params.negative_prompt is None else ", negative prompt"
@@ -94,7 +94,7 @@ def kind_of(params: GenerationParams) -> str:
 
 
 class PastTimes:
-    """What runs of one model took. `folder` None: known while the process runs, and not kept."""
+    """Durations of one model's runs. With `folder` None they are kept only while the process runs."""
 
     def __init__(self, folder: Path | None, key: str) -> None:
         self._path = None if folder is None else folder / FILE
@@ -102,26 +102,26 @@ class PastTimes:
         self._runs = _parsed(self._read().get(key, []))  # the latest last
 
     def note(self, params: GenerationParams, timings: Any) -> None:
-        """Remembers what a run took: `Timings`. The first of several steps may wait for pages, and is left out."""
+        """Record the `Timings` of a run. The first of several steps may wait for pages, and is left out."""
         steps_s = timings.steps_s[1:] or timings.steps_s
         if not steps_s:
             return
         numbers = timings.load_s, timings.encode_s, sum(steps_s) / len(steps_s), timings.decode_s
         run = Run(params.width, params.height, params.num_frames, params.n, kind_of(params), *numbers)
         before = next((one for one in self._runs if one.is_like(run)), None)
-        if before is not None and run.load_s == 0:  # the networks were there: what loading takes is known from before
+        if before is not None and run.load_s == 0:  # the networks were in memory: keep an earlier run's loading time
             run = Run(**{**asdict(run), "load_s": before.load_s})
         others = [one for one in self._runs if not one.is_like(run)]
         self._runs = [*others[1 - MAX_RUNS :], run]
         self._write()
 
     def expected(self, params: GenerationParams, work: Work, is_loaded: bool) -> Expected | None:
-        """By the last run of this size and kind, or else by the one of the nearest size, scaled by operations."""
+        """Return the duration of the last run of this size and kind, else the nearest size's, scaled by operations."""
         shape, kind = _shape(params), kind_of(params)
         for run in reversed(self._runs):
             if _shape(run) == shape and run.kind == kind:
                 return Expected(run.total_s(params.num_steps, is_loaded), "as long as the last one of this size took")
-        # What a step costs whatever its size makes small runs a bad measure of large ones.
+        # Costs that do not depend on the size make small runs a bad measure of large ones.
         alike = [run for run in reversed(self._runs) if run.kind == kind]
         nearest = min(
             alike, key=lambda run: abs(math.log(_operations(run, work) / _operations(params, work))), default=None
@@ -129,7 +129,7 @@ class PastTimes:
         return None if nearest is None else _scaled(nearest, params, work, is_loaded)
 
     def _read(self) -> dict[str, Any]:
-        """The file; empty where there is none, or none that can be read: it is only times."""
+        """Return the file's contents; empty if it is missing or unreadable, since it is only a cache."""
         try:
             found = {} if self._path is None else json.loads(files.read_bytes(self._path, MAX_FILE_BYTES))
         except (OSError, ValueError, RecursionError):
@@ -157,7 +157,7 @@ class PastTimes:
 
 
 def estimated(params: GenerationParams, work: Work, num_sides: int, operations_per_s: float) -> Expected:
-    """Where no run is known: by the operations of all steps, `num_sides` is 2 where both prompts are one batch."""
+    """Estimate without a known run, by the operations of all steps; `num_sides` is 2 if both prompts are one batch."""
     operations = params.n * params.num_steps * num_sides * work.step(params.width, params.height, params.num_frames)
     basis = f"estimated: {operations / 1e12:.2g} trillion operations of its steps; prompt and decoding come on top"
     return Expected(operations / (SHARE_OF_PEAK * operations_per_s), basis)
@@ -166,9 +166,9 @@ def estimated(params: GenerationParams, work: Work, num_sides: int, operations_p
 def sizes_in_time(
     params: GenerationParams, limits: Limits, allowed_s: float, seconds: Callable[[GenerationParams], float]
 ) -> list[tuple[int, int]]:
-    """The largest size of the request's shape that takes no longer than `allowed_s`, and the largest square.
+    """Return the largest size of the request's shape that takes at most `allowed_s`, and the largest square.
 
-    `seconds` are those of a request; the other settings are as in `params`. Empty where nothing is fast enough.
+    `seconds` returns a request's duration; other settings are as in `params`. Empty if nothing is fast enough.
     """
     found: list[tuple[int, int]] = []
     for shape in ((params.width, params.height), (1, 1)):
@@ -188,7 +188,7 @@ def _scaled(run: Run, params: GenerationParams, work: Work, is_loaded: bool) -> 
 
 
 def _operations(one: Run | GenerationParams, work: Work) -> float:
-    """Those of a step, unguided."""
+    """Return the operations of an unguided step."""
     return one.n * work.step(one.width, one.height, one.num_frames)
 
 
@@ -197,7 +197,7 @@ def _shape(one: Run | GenerationParams) -> tuple[int, int, int, int]:
 
 
 def _parsed(stored: Any) -> list[Run]:
-    """The runs of a file; what is none is left out."""
+    """Return the runs of a file without malformed entries."""
     runs = []
     for one in stored if isinstance(stored, list) else []:
         try:

@@ -1,8 +1,8 @@
-"""Steps that remember earlier ones, as Wan's checkpoints ask for them: UniPC and DPM-Solver++ (2M).
+"""Multistep solvers, used by Wan's checkpoints: UniPC and DPM-Solver++ (2M).
 
-What a step needs of the ones before is its argument and its result (`unipc_step`, `dpm_step`); `unipc` and `dpm` make
-of them steps as `schedule` has them. At a level sigma a sample is (1 - sigma) * clean + sigma * noise, and the network
-gives the velocity, noise - clean.
+A step's history is an argument and a result (`unipc_step`, `dpm_step`); `unipc` and `dpm` wrap them as the steps of
+`schedule`. At a level sigma a sample is (1 - sigma) * clean + sigma * noise, and the network predicts the velocity,
+noise - clean.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tilewright.diffusion.schedule import Schedule, Step, euler, flow_match_sche
 from tilewright.types import UnsupportedConfig
 
 UNIPC_ORDER = 2
-# What the configs of both solvers must say, with the default of diffusers' class where they say nothing.
+# Required config entries of both solvers, with the defaults of diffusers' class.
 _FLOW = {"prediction_type": ("flow_prediction", "epsilon"), "use_flow_sigmas": (True, False)}
 _UNIPC = {**_FLOW, "solver_type": ("bh2", "bh2"), "predict_x0": (True, True), "final_sigmas_type": ("zero", "zero")}
 _DPM = {
@@ -44,7 +44,7 @@ _NOT_BUILT = (
 
 
 def solver_of(config: Mapping[str, Any], num_steps: int) -> tuple[Schedule, Step]:
-    """The levels and steps that a scheduler's config asks for: UniPC, DPM-Solver++ or Euler steps."""
+    """Return the levels and steps of a scheduler's config: UniPC, DPM-Solver++ or Euler steps."""
     name = config.get("_class_name")
     shift, train = float(config.get("flow_shift", 1.0)), int(config.get("num_train_timesteps", 1000))
     if name == "UniPCMultistepScheduler":
@@ -81,7 +81,7 @@ def _unipc_order(config: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class WholeSchedule(Schedule):
-    """Levels of which the network is told in whole thousandths, as it was trained: cut off, not rounded."""
+    """Levels whose timesteps are integer thousandths, as in training: truncated, not rounded."""
 
     whole_timesteps: tuple[float, ...] = ()
 
@@ -91,15 +91,15 @@ class WholeSchedule(Schedule):
 
 
 def unipc_schedule(num_steps: int, shift: float, num_train_timesteps: int = 1000) -> Schedule:
-    """Levels from 1 to 1 / num_train_timesteps, and 0, moved by `shift` towards 1, as UniPC takes them for flows."""
+    """Return levels from 1 to 1 / num_train_timesteps, and 0, shifted towards 1 by `shift`, as UniPC uses for flows."""
     levels = _shifted(np.linspace(1, 1 / num_train_timesteps, num_steps + 1)[:-1], shift)
-    # The logarithm of the share of the picture is needed at the first level, where there is none of it.
+    # The log-SNR is needed at the first level too, where there is no picture yet.
     levels[0] = min(levels[0], 1 - 1e-6)
     return _schedule(levels, num_train_timesteps)
 
 
 def dpm_schedule(num_steps: int, shift: float, num_train_timesteps: int = 1000) -> Schedule:
-    """Levels from 1 - 1 / num_train_timesteps to 0, moved by `shift` towards 1, as DPM-Solver++ takes them."""
+    """Return levels from 1 - 1 / num_train_timesteps to 0, shifted towards 1 by `shift`, as for DPM-Solver++."""
     levels = 1 - np.linspace(1, 1 / num_train_timesteps, num_steps + 1)
     return _schedule(_shifted(levels[:0:-1], shift), num_train_timesteps)
 
@@ -109,7 +109,7 @@ def _shifted(levels: np.ndarray, shift: float) -> np.ndarray:
 
 
 def _schedule(levels: np.ndarray, num_train_timesteps: int) -> Schedule:
-    # Rounded to fp32 as in the runs that these networks were tuned with: 1 - 1e-6 leaves 1 % more of the picture then.
+    # Rounded to fp32 as in the runs these networks were tuned with: 1 - 1e-6 then leaves 1 % more of the picture.
     sigmas = (*(float(level) for level in levels.astype(np.float32)), 0.0)
     timesteps = tuple(float(int(level * num_train_timesteps)) for level in levels)
     return WholeSchedule(sigmas, num_train_timesteps, timesteps)
@@ -139,10 +139,10 @@ def dpm(schedule: Schedule) -> Step:
 
 @dataclass(frozen=True)
 class UnipcHistory:
-    """What a step leaves to the next one."""
+    """State that a step passes to the next one."""
 
-    cleans: tuple[Tensor, ...]  # the clean samples that steps predicted, the latest last
-    sample: Tensor  # where the last step began
+    cleans: tuple[Tensor, ...]  # the clean samples that earlier steps predicted, the latest last
+    sample: Tensor  # at the start of the last step
     order: int  # of the last step
 
 
@@ -155,16 +155,16 @@ def unipc_step(
     *,
     max_order: int = UNIPC_ORDER,
 ) -> tuple[Tensor, UnipcHistory]:
-    """The sample at sigmas[step + 1], from the one at sigmas[step] and the velocity there.
+    """Return the sample at sigmas[step + 1], from the one at sigmas[step] and the velocity there.
 
-    What the last step predicted is first corrected by what the network says now, with no evaluation more: UniC, then
-    UniP, of the B(h) = e^h - 1 kind (arXiv 2302.04867).
+    The last step's result is first corrected by the new prediction, without another evaluation: UniC, then UniP, with
+    B(h) = e^h - 1 (arXiv 2302.04867).
     """
     clean = sample - sigmas[step] * velocity
     if history is not None:
         past = history.cleans[-history.order :]
         sample = _integrated(sigmas, step, history.sample, past, corrected_by=clean)
-    order = min(max_order, len(sigmas) - 1 - step, step + 1)  # a lower one at both ends
+    order = min(max_order, len(sigmas) - 1 - step, step + 1)  # lower at both ends
     cleans = (*(history.cleans if history else ()), clean)[-max_order:]
     predicted = _integrated(sigmas, step + 1, sample, cleans[-order:])
     return predicted, UnipcHistory(cleans, sample, order)
@@ -173,14 +173,14 @@ def unipc_step(
 def _integrated(
     sigmas: Sequence[float], end: int, sample: Tensor, cleans: Sequence[Tensor], corrected_by: Tensor | None = None
 ) -> Tensor:
-    """The sample at level `end` from the one at the level before, given clean samples up to that level.
+    """Return the sample at level `end` from the one at the level before, given clean samples up to that level.
 
-    They are interpolated by a polynomial in the log-SNR, which also meets `corrected_by` at `end` where that is given.
+    They are interpolated by a polynomial in the log-SNR, which also meets `corrected_by` at `end` if that is given.
     """
     begin = end - 1
     h = _log_snr(sigmas[end]) - _log_snr(sigmas[begin])
     latest, order = cleans[-1], len(cleans)
-    # Where the other known points are, with the step from begin to end as the unit: the earlier ones lie below 0.
+    # Positions of the other known points in units of the step from begin to end: earlier ones are below 0.
     places = [(_log_snr(sigmas[begin - i]) - _log_snr(sigmas[begin])) / h for i in range(1, order)]
     differences = [(cleans[-1 - i] - latest) / place for i, place in enumerate(places, start=1)]
     if corrected_by is not None:
@@ -194,9 +194,9 @@ def _integrated(
 
 
 def _weights(places: Sequence[float], h: float) -> Sequence[float]:
-    """Of the divided differences at those places in a step of h."""
+    """Return the weights of the divided differences at those places in a step of h."""
     if len(places) <= 1:
-        return [0.5] * len(places)  # the value for a small h, with which the solver is as accurate at any
+        return [0.5] * len(places)  # the limit for small h, equally accurate for any
     moments, phi = [], math.expm1(-h) / -h - 1
     for i in range(1, len(places) + 1):
         moments.append(phi * math.factorial(i) / math.expm1(-h))
@@ -208,7 +208,7 @@ def _weights(places: Sequence[float], h: float) -> Sequence[float]:
 def dpm_step(
     sigmas: Sequence[float], step: int, velocity: Tensor, sample: Tensor, last_clean: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The sample at sigmas[step + 1] by DPM-Solver++ (2M, midpoint), and the clean sample for the next step.
+    """Return the sample at sigmas[step + 1] by DPM-Solver++ (2M, midpoint), and the clean sample for the next step.
 
     The first step, and the last one to 0, are of the first order.
     """
@@ -223,5 +223,5 @@ def dpm_step(
 
 
 def _log_snr(sigma: float) -> float:
-    """Of a sample: the logarithm of the share of the picture over that of the noise."""
+    """Return the logarithm of the picture's share of a sample over the noise's."""
     return math.log1p(-sigma) - math.log(sigma) if sigma > 0 else math.inf

@@ -1,7 +1,7 @@
-"""What a request for pictures asks for, what a pipeline allows, and the errors a worker handles. Imports no torch.
+"""Requests for pictures, the limits of a pipeline on them, and the errors that a worker handles. Imports no torch.
 
-`Limits.params` makes the one of the other: what a request leaves out becomes the pipeline's default, and what is wrong
-is a `RequestError` that names the value and the limit, before anything is computed.
+`Limits.params` validates a request: missing settings become the pipeline's defaults, and wrong ones raise a
+`RequestError` that names the value and the limit, before anything is computed.
 """
 
 from __future__ import annotations
@@ -17,54 +17,54 @@ from tilewright.types import RequestError
 
 
 class DiffusionLostError(RuntimeError):
-    """A rank ended, hangs or failed alone: the others cannot go on without it."""
+    """A rank ended, hangs or failed alone, and the others cannot go on without it."""
 
 
 Output = Literal["pil", "array", "latents"]
 OUTPUTS: tuple[Output, ...] = ("pil", "array", "latents")
 
 MAX_SEED = 2**63 - 1
-# A text encoder reads some hundred tokens: longer texts are refused before a tokenizer spends time on them.
+# A text encoder reads some hundred tokens: longer texts are refused before they are tokenized.
 MAX_PROMPT_CHARACTERS = 20_000
 
 
 class Cancelled(Exception):
-    """Raised by on_step to end a run; what the run held is free when it comes out of `generate`."""
+    """Raised by on_step to end a run; `generate` frees what the run holds."""
 
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """A request with every value known and checked. `Limits.params` makes them."""
+    """A request with every value set and validated by `Limits.params`."""
 
     prompt: str
     width: int
     height: int
     num_steps: int
     guidance: float
-    seed: int  # of the first picture; that of the next is one more, and so on
+    seed: int  # of the first picture; each further picture has the next number
     negative_prompt: str | None = None
     image: Any = None  # a PIL picture to edit or to animate
     num_frames: int = 1
-    latents: Any = None  # the initial ones, in diffusers' layout for the pipeline; None: noise by the seed
+    latents: Any = None  # initial latents, in diffusers' layout for the pipeline; None: noise by the seed
     n: int = 1
     output: Output = "pil"
-    # Optional savings, off unless they are asked for.
-    step_cache: float = 0.0  # steps whose first block changes less than this reuse the rest of the last one; 0: none
-    guidance_interval: tuple[float, float] = (0.0, 1.0)  # the part of the denoising, 0 to 1, that is guided
-    guidance_norm: float = 0.0  # how many times as long as without guidance a prediction may get; 0: no bound
+    # Optional approximations, off by default.
+    step_cache: float = 0.0  # a step whose first block changes less than this reuses the rest of the last one; 0: never
+    guidance_interval: tuple[float, float] = (0.0, 1.0)  # the part of the denoising, 0 to 1, with guidance
+    guidance_norm: float = 0.0  # most times that guidance may lengthen a prediction; 0: unbounded
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """One for each picture: a picture is the same alone as it is among others."""
+        """Seed of each picture, which is the same alone as it is among others."""
         return tuple((self.seed + i) & MAX_SEED for i in range(self.n))
 
     def is_guided(self, sigma: float) -> bool:
-        """Return whether the step at this noise level is within the interval that is guided."""
+        """Return whether the step at this noise level is within the interval with guidance."""
         begin, end = self.guidance_interval
         return begin <= 1.0 - sigma <= end
 
     def settings(self, index: int = 0) -> dict[str, Any]:
-        """What it takes to make picture `index` again, alone: the metadata of its file."""
+        """Return the settings that reproduce picture `index` alone: the metadata of its file."""
         kept = (
             "prompt",
             "negative_prompt",
@@ -87,7 +87,7 @@ class GenerationParams:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a pipeline takes, and what it does where a request says nothing."""
+    """Limits of a pipeline on requests, and its defaults for missing settings."""
 
     size_multiple: int  # of width and height, in pixels
     default_width: int
@@ -100,23 +100,23 @@ class Limits:
     max_steps: int = 200
     max_guidance: float = 100.0
     default_frames: int = 1
-    max_frames: int = 1  # 1: it makes stills
-    frame_multiple: int = 1  # a video has 1 + a multiple of so many frames
-    fps: float = 16.0  # of videos: what the model was trained with
+    max_frames: int = 1  # 1: the model makes only still pictures
+    frame_multiple: int = 1  # a video has 1 + a multiple of this many frames
+    fps: float = 16.0  # of videos: the rate that the model was trained with
     max_pictures: int = 16  # of one request
-    max_prompt_tokens: int = 512  # as the text encoder reads them, with the template
+    max_prompt_tokens: int = 512  # of the text encoder, including the template
     takes_image: bool = False
     needs_image: bool = False
-    image_pixels: int = 0  # what is made from an image has its size by default, made smaller to so many; 0: it has not
-    image_area: int = 0  # what is made from an image has its shape by default, and about so many pixels; 0: it has not
+    image_pixels: int = 0  # default size: that of the given image, reduced to this many pixels; 0: not used
+    image_area: int = 0  # default size: the given image's shape at about this many pixels; 0: not used
     takes_negative_prompt: bool = True
 
     def params(self, prompt: str, **given: Any) -> GenerationParams:
-        """The request with this pipeline's defaults for what is None, checked."""
+        """Return the validated request, with this pipeline's defaults for values that are None."""
         given = {name: value for name, value in given.items() if value is not None}
         unknown = given.keys() - {field.name for field in fields(GenerationParams)}
         if unknown:
-            raise RequestError(f"{', '.join(sorted(unknown))} is no setting of a picture")
+            raise RequestError(f"{', '.join(sorted(unknown))} is not a setting of a picture")
         width, height = self._size(given)
         return GenerationParams(
             prompt=_text("prompt", prompt),
@@ -158,7 +158,7 @@ class Limits:
         return width, height
 
     def sizes_like(self, width: int, height: int) -> Iterator[tuple[int, int]]:
-        """Widths and heights of about the shape of one, within the limits, the largest first."""
+        """Yield widths and heights of about this shape within the limits, the largest first."""
         for longer in range(self.max_side // self.size_multiple, 0, -1):
             shorter = max(round(longer * min(width, height) / max(width, height)), 1)
             short, long = shorter * self.size_multiple, longer * self.size_multiple
@@ -166,7 +166,7 @@ class Limits:
                 yield (long, short) if width >= height else (short, long)
 
     def _default_size(self, image: Any) -> tuple[int, int]:
-        """Width and height where a request names none: for some models those of a picture that it gives."""
+        """Return the default width and height: for some models those of the request's picture."""
         if self.image_area:
             last = image[-1] if isinstance(image, (list, tuple)) and image else image
             size = getattr(last, "size", None)
@@ -208,7 +208,7 @@ class Limits:
 
 
 def size_of_area(area: int, size: tuple[int, int]) -> tuple[int, int]:
-    """Width and height of about `area` pixels in the shape of `size`, multiples of 32."""
+    """Return width and height of about `area` pixels in the shape of `size`, multiples of 32."""
     width = math.sqrt(area * (size[0] / size[1]))
     height = width / (size[0] / size[1])
     return max(round(width / 32), 1) * 32, max(round(height / 32), 1) * 32
@@ -237,7 +237,7 @@ def _number(name: str, value: Any, low: float, high: float) -> float:
         number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not low <= number <= high:  # so written that NaN fails too
+    if not low <= number <= high:  # in this form NaN fails too
         raise RequestError(f"{name} is {value!r:.100}, expected a number from {low:g} to {high:g}", param=name)
     return number
 

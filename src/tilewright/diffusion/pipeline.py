@@ -1,4 +1,4 @@
-"""The form that all pipelines share, the loop over steps, pictures to edit, and the result of a run.
+"""The base of all pipelines, the loop over steps, pictures to edit, and the result of a run.
 
     params = pipeline.limits.params("a red circle", seed=7)
     result = pipeline.generate(params, on_step=lambda step, num_steps, latents: ...)
@@ -35,7 +35,7 @@ MAX_RATIO = 8  # of the longer side to the shorter
 
 
 def pictures(given: Any, most: int) -> list[Image.Image]:
-    """The picture or pictures of a request as RGB, checked; none for None."""
+    """Return the validated pictures of a request as RGB; none for None."""
     found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     if len(found) > most:
         raise RequestError(f"image has {len(found)} pictures, expected at most {most}", param="image")
@@ -51,7 +51,7 @@ def pictures(given: Any, most: int) -> list[Image.Image]:
 
 
 def fitted(picture: Image.Image, max_pixels: int, multiple: int) -> Tensor:
-    """The picture, smaller if it has more pixels, without the margins that exceed the multiple: [1, 1, H, W, 3]."""
+    """Return the picture reduced to max_pixels and cropped to multiples of `multiple`: [1, 1, H, W, 3]."""
     if picture.width * picture.height > max_pixels:
         scale = math.sqrt(max_pixels / (picture.width * picture.height))
         size = int(picture.width * scale), int(picture.height * scale)
@@ -62,24 +62,24 @@ def fitted(picture: Image.Image, max_pixels: int, multiple: int) -> Tensor:
 
 
 def as_tensor(picture: Image.Image) -> Tensor:
-    """fp32 [1, 1, H, W, 3] in [-1, 1], where it is computed with."""
+    """Return the picture as fp32 [1, 1, H, W, 3] in [-1, 1], on the compute device."""
     return (torch.from_numpy(np.array(picture))[None, None].float() / 127.5 - 1).to(backend.device())
 
 
-PREVIEW_PIXELS = 256  # of a preview's longer side, about
+PREVIEW_PIXELS = 256  # approximate longer side of a preview
 
-# on_step(step, num_steps, latents): after each step, counted from 1. The latents are the picture as that step sees it,
-# without the noise that is left: what a preview shows. It may raise Cancelled.
+# on_step(step, num_steps, latents): called after each step, counted from 1. The latents are the picture that the step
+# predicts, without the remaining noise: what a preview shows. It may raise Cancelled.
 OnStep = Callable[[int, int, Tensor], object]
 
 
 def ignore_step(step: int, num_steps: int, latents: Tensor) -> None:
-    """An on_step that does nothing."""
+    """Do nothing, as an on_step."""
 
 
 @dataclass
 class PipelineTimings:
-    """Seconds. Loading a component that was not in memory counts as `load_s`, not as its stage."""
+    """Seconds of a run. Loading a component that was not in memory counts as `load_s`, not as its stage."""
 
     load_s: float = 0.0
     encode_s: float = 0.0
@@ -94,9 +94,9 @@ class PipelineTimings:
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """What a run gives: the latents at its end, and the pictures unless the latents alone were asked for.
+    """Result of a run: the final latents, and the pictures unless only latents were asked for.
 
-    Of several ranks the first makes the pictures: autoencoders are not split, and the others would make the same.
+    Of several ranks only the first decodes pictures: autoencoders are not split, and the others would make the same.
     """
 
     latents: Tensor  # in diffusers' layout
@@ -105,13 +105,13 @@ class PipelineResult:
 
 
 class Pipeline(ABC):
-    """A kind of checkpoint. Subclasses say what a component's class is built by (`BUILDERS`) and have the stages."""
+    """A kind of checkpoint. Subclasses define the builders of its components (`BUILDERS`) and the stages."""
 
-    # By component of model_index.json: what makes its network of its config.
+    # By component of model_index.json: builds its network from its config.
     BUILDERS: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = {}
 
     limits: Limits
-    timings: PipelineTimings  # of the run that is going on, or was last
+    timings: PipelineTimings  # of the current or last run
 
     def __init__(self, components: Components) -> None:
         self.components = components
@@ -119,36 +119,36 @@ class Pipeline(ABC):
 
     @abstractmethod
     def encode_prompt(self, params: GenerationParams) -> Any:
-        """What the transformer reads of the prompts: a frozen dataclass of the pipeline's own."""
+        """Return the transformer's inputs from the prompts: a frozen dataclass of the pipeline's own."""
 
     def is_guided(self, params: GenerationParams) -> bool:
-        """Return whether the transformer reads a second prompt: its steps take twice the operations then."""
+        """Return whether the transformer reads a second prompt, which doubles a step's operations."""
         return params.guidance > 1
 
     def work(self) -> Work:
-        """What the operations of a step grow with."""
+        """Return the sizes that a step's operations depend on."""
         shapes = SafetensorsCheckpoint(self.components.path("transformer")).shapes.values()
         num_parameters = sum(math.prod(shape) for shape in shapes)
         return Work.of(num_parameters, self.components.config("transformer"), self.limits)
 
     @abstractmethod
     def init_latents(self, params: GenerationParams) -> Tensor:
-        """The latents before the first step, fp32."""
+        """Return the latents before the first step, fp32."""
 
     @abstractmethod
     def denoise(self, latents: Tensor, conditioning: Any, params: GenerationParams, on_step: OnStep) -> Tensor:
-        """The latents after the last step."""
+        """Return the latents after the last step."""
 
     @abstractmethod
     def decode(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
-        """Pixels, uint8 [n, T, H, W, 3]."""
+        """Return pixels, uint8 [n, T, H, W, 3]."""
 
     @abstractmethod
     def exported(self, latents: Tensor) -> Tensor:
-        """Latents in diffusers' layout, as `latents=` takes them."""
+        """Return latents in diffusers' layout, as `latents=` accepts them."""
 
     def preview(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
-        """The pictures that a step sees, small, uint8 [n, T, H, W, 3]: of latents averaged over squares of them."""
+        """Return small pictures of a step, uint8 [n, T, H, W, 3], decoded from averaged squares of latents."""
         side = max(params.width, params.height)
         factor = min(max(round(side / PREVIEW_PIXELS), 1), *latents.shape[2:4])
         n, t, height, width, channels = latents.shape
@@ -158,7 +158,7 @@ class Pipeline(ABC):
             return self.decode(squares.mean(dim=(3, 5)), params)
 
     def generate(self, params: GenerationParams, on_step: OnStep = ignore_step) -> PipelineResult:
-        """All stages in turn."""
+        """Run all stages in turn."""
         self.timings = timings = PipelineTimings()
         with torch.inference_mode():
             with self._timed(timings, "encode_s"):
@@ -177,7 +177,7 @@ class Pipeline(ABC):
 
 
 class _Timer:
-    """Adds the time within to one of the timings, and what of it was loading to `load_s`."""
+    """Adds the time within a context to one of the timings, and its loading time to `load_s`."""
 
     def __init__(self, components: Components, timings: PipelineTimings, name: str) -> None:
         self._components, self._timings, self._name = components, timings, name
@@ -193,7 +193,7 @@ class _Timer:
 
 
 class _StepTimer:
-    """An on_step that notes how long each step took, without loading and without what `on_step` itself does."""
+    """An on_step that records each step's duration, without loading and the time of `on_step` itself."""
 
     def __init__(self, components: Components, timings: PipelineTimings, on_step: OnStep) -> None:
         self._components, self._timings, self._on_step = components, timings, on_step
@@ -208,10 +208,10 @@ class _StepTimer:
 def denoise_loop(
     latents: Tensor, schedule: Schedule, step: Step, predict: Callable[[int, Tensor], Tensor], on_step: OnStep
 ) -> Tensor:
-    """Latents after the last step. `predict(index, latents)` is the velocity at step `index`, fp32 like the latents.
+    """Return the latents after the last step. `predict(index, latents)` is the velocity at step `index`, fp32.
 
-    Results of ops within `predict` lie in memory that the steps share, since fresh memory costs a page fault for each
-    of its pages: what is to outlive a step is made before the loop.
+    Results of ops within `predict` lie in memory that the steps share, since fresh memory costs a page fault per page:
+    what must outlive a step is computed before the loop.
     """
     arena = Arena()
     for index in range(schedule.num_steps):
@@ -224,25 +224,25 @@ def denoise_loop(
 
 
 def noise(shape: Sequence[int], seeds: Sequence[int]) -> Tensor:
-    """Normal fp32 [len(seeds), *shape], each picture by a generator of its own: in diffusers' order for one seed.
+    """Return normal noise fp32 [len(seeds), *shape], one generator per picture, in diffusers' order for one seed.
 
-    They are drawn on the host, whatever computes: a seed is the same picture everywhere.
+    It is drawn on the host, whatever device computes: a seed gives the same picture everywhere.
     """
     drawn = [torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return torch.stack(drawn).to(backend.device())
 
 
 def given_latents(params: GenerationParams, shape: Sequence[int]) -> Tensor:
-    """fp32 [n, *shape], in diffusers' layout: those of the request, checked, or noise by its seeds.
+    """Return the request's validated latents, or noise by its seeds: fp32 [n, *shape], in diffusers' layout.
 
-    A request of n pictures may give n, or one for all of them.
+    A request for n pictures may give n, or one for all of them.
     """
     if params.latents is None:
         return noise(shape, params.seeds)
     try:
         latents = torch.as_tensor(params.latents).float()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise RequestError(f"latents are no tensor: {error}", param="latents") from error
+        raise RequestError(f"latents are not a tensor: {error}", param="latents") from error
     expected = (params.n, *shape)
     if tuple(latents.shape) not in (expected, (1, *shape)):
         raise RequestError(
@@ -256,16 +256,14 @@ def given_latents(params: GenerationParams, shape: Sequence[int]) -> Tensor:
 
 
 def to_pixels(pictures: Tensor) -> np.ndarray:
-    """uint8 of pictures in [-1, 1], of any shape."""
+    """Convert pictures in [-1, 1], of any shape, to uint8."""
     pixels = ((pictures.float() + 1) * 127.5).round_().clamp_(0, 255).to(torch.uint8)
     return backend.place().fetch(pixels).numpy()
 
 
 def from_picture(picture: Any, width: int, height: int) -> Tensor:
-    """fp32 [1, 1, H, W, 3] in [-1, 1] of a PIL picture, resized to fit."""
+    """Return a PIL picture resized to fit, fp32 [1, 1, H, W, 3] in [-1, 1]."""
     from PIL import Image
-
-    pass  # DROPPED
 
     if not isinstance(picture, Image.Image):
         raise RequestError(f"image is a {type(picture).__name__}, expected a PIL picture", param="image")

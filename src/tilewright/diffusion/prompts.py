@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def padded(ids: Sequence[int], length: int, tokenizer: Tokenizer) -> list[int]:
-    """The ids, then the tokenizer's padding up to `length`."""
+    """Return the ids, padded to `length` with the tokenizer's padding token."""
     token = tokenizer.special_tokens.get("pad_token")
     padding = None if token is None else tokenizer.token_id(token)
     if padding is None:
@@ -29,7 +29,7 @@ def padded(ids: Sequence[int], length: int, tokenizer: Tokenizer) -> list[int]:
 
 
 def cut(ids: Sequence[int], length: int, tokenizer: Tokenizer, reader: str) -> list[int]:
-    """The first ids and the last one, which ends the prompt, `length` at most; a warning names what `reader` misses."""
+    """Return at most `length` ids, keeping the last one, which ends the prompt; warn of what `reader` misses."""
     if len(ids) <= length:
         return list(ids)
     lost = tokenizer.decode(ids[length - 1 : -1]).replace(WORD_END, " ").strip()
@@ -53,7 +53,7 @@ class ChatPrompts:
 
 
 def check_length(ids: Sequence[int], max_tokens: int) -> None:
-    """RequestError for a prompt of more tokens than the text encoder of the pipeline is given."""
+    """Raise RequestError for a prompt of more tokens than the pipeline's text encoder is given."""
     if len(ids) > max_tokens:
         raise RequestError(
             f"the prompt has {len(ids)} tokens with its template, expected at most {max_tokens}", param="prompt"
@@ -64,7 +64,7 @@ MAX_BYTES = 256 << 20  # 512 tokens of a width of 2,560 in bf16 are 2.6 MB
 
 
 class TextCache:
-    """Encodings by text, those used last, within `max_bytes`."""
+    """Encodings by text, the most recently used within `max_bytes`."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -75,7 +75,10 @@ class TextCache:
         return len(self._kept)
 
     def encode(self, texts: Sequence[str], encode: Callable[[list[str]], Sequence[Any]]) -> list[Any]:
-        """The encodings of texts: tensors, or tuples of them. Those not kept come from one call of `encode`."""
+        """Return the encodings of texts: tensors, or tuples of them.
+
+        Those not cached come from one call of `encode`.
+        """
         missing = [text for text in dict.fromkeys(texts) if text not in self._kept]
         found = dict(zip(missing, encode(missing), strict=True)) if missing else {}
         for text in texts:

@@ -1,8 +1,8 @@
 """The other ranks of a `Diffusion`: processes that run the same requests, each with its part of the networks.
 
 The first rank is the process of the `Diffusion`. Every rank runs the whole pipeline on the same parameters, and the
-collectives of the layers keep them together. What differs is who decides: after each step the first rank tells the
-others to go on or to stop. It alone decodes latents, for previews and at the end.
+collectives of the layers keep them in step. Only the first rank decides: after each step it tells the others to go on
+or to stop. It alone decodes latents, for previews and at the end.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from tilewright.types import RequestError, UnsupportedConfig
 
 _log = logging.getLogger(__name__)
 
-# Ranks wait for each other's loading, and for each other's part of a large step. One that dies is noticed at once.
+# Ranks wait for each other's loading, and for each other's part of a large step. A death is noticed at once.
 TIMEOUT_S = 600.0
-# What every rank raises at the same place of a run, and no collective is left half done.
+# Errors that every rank raises at the same place of a run, with no collective left incomplete.
 SHARED_ERRORS = (Cancelled, RequestError, UnsupportedConfig, CheckpointError)
 
 
 class DiffusionCommand(enum.IntEnum):
-    stop = 0  # of ranks that are threads; processes are ended
+    stop = 0  # for ranks that are threads; processes are killed
     run = 1
     go_on = 2
     cancel = 3
 
 
 def check_size(tp: int) -> int:
-    """The number of ranks; RequestError for an impossible one."""
+    """Return the number of ranks; RequestError if it is impossible."""
     if not isinstance(tp, int) or isinstance(tp, bool) or not 1 <= tp <= MAX_RANKS:
         raise RequestError(f"tp is {tp!r}, expected 1 to {MAX_RANKS}")
     return tp
@@ -59,9 +59,9 @@ class DiffusionRanks:
     """The ranks 1 to size - 1, as the first one sees them."""
 
     def __init__(self, size: int, components: Mapping[str, Any], platform: Platform, cpu_binding: str | None) -> None:
-        """`components` are the arguments of `Components`, as JSON."""
+        """Start the ranks; `components` are the arguments of `Components`, as JSON."""
         self._lost: DiffusionLostError | None = None
-        self._is_ended_by_caller = False  # the run that is going on, by its on_step
+        self._is_ended_by_caller = False  # whether on_step ended the current run
         self._cleanup = contextlib.ExitStack()
         try:
             self._start(size, components, platform, cpu_binding)
@@ -96,12 +96,15 @@ class DiffusionRanks:
 
     @contextlib.contextmanager
     def running(self, params: GenerationParams) -> Iterator[None]:
-        """All ranks run the request while the first one does so within. One that fails alone is the end of all."""
+        """Run the request on the other ranks while the first runs it in the context.
+
+        A rank that fails alone ends all of them.
+        """
         if self._lost:
             raise self._lost
         self._is_ended_by_caller = False
         try:
-            self.tell(DiffusionCommand.run, params)  # one that died just now is noticed here
+            self.tell(DiffusionCommand.run, params)  # a rank that has just died is noticed here
             yield
         except SHARED_ERRORS:
             raise
@@ -113,7 +116,7 @@ class DiffusionRanks:
             raise self._lost from error
 
     def deciding(self, on_step: OnStep) -> OnStep:
-        """The on_step of the first rank: whatever it raises, the others stop as well."""
+        """Return the first rank's on_step: if it raises, the others stop as well."""
 
         def decide(step: int, num_steps: int, latents: Tensor) -> None:
             try:
@@ -127,20 +130,20 @@ class DiffusionRanks:
         return decide
 
     def tell(self, command: DiffusionCommand, content: object = None) -> None:
-        """Tells the other ranks, which wait for it."""
+        """Send a command to the other ranks, which wait for it."""
         self.group.post()
-        # Both ends are this program, and the memory between them is theirs alone.
+        # Both ends are this program, and the memory between them is private.
         data = b"" if content is None else pickle.dumps(content)
         self.group.broadcast(torch.tensor([command, len(data)]))
         if data:
             self.group.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def close(self) -> None:
-        """Ends the other ranks."""
-        self._cleanup.close()  # they are ended, not asked: one that is lost would not answer
+        """End the other ranks."""
+        self._cleanup.close()  # killed, not asked: a lost rank would not answer
 
     def _note_death(self, rank: int, reason: str) -> None:
-        self._host.abort(rank)  # whoever waits for it fails at once
+        self._host.abort(rank)  # so that ranks waiting for it fail at once
         self._lose(f"rank {rank} {reason}")
 
     def _lose(self, reason: str) -> None:
@@ -149,7 +152,7 @@ class DiffusionRanks:
 
 
 def main(channel: Channel, rank: int, size: int, payload: dict[str, Any], fds: list[int]) -> None:
-    """The entry point of the other ranks."""
+    """Run one of the other ranks; the entry point of its process."""
     group = make_group(Rendezvous.from_json(payload["rendezvous"]), rank)
     backend.activate(payload["backend"], payload["device"])
     bind_team()
@@ -157,7 +160,7 @@ def main(channel: Channel, rank: int, size: int, payload: dict[str, Any], fds: l
 
 
 def follow(components: Components) -> None:
-    """Runs the requests of the first rank until it says stop."""
+    """Run the first rank's requests until it sends stop."""
     pipeline, group = open_pipeline(components), components.group
     while True:
         command, params = _listen(group)

@@ -1,4 +1,4 @@
-"""Requests for pictures and videos and the events that answer them, as they cross processes: plain data, no torch."""
+"""Requests for pictures and videos and the events that answer them, as plain data between processes. No torch."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ MAX_FPS = 60.0
 
 @dataclass(frozen=True)
 class PictureRequest:
-    """What a client asks for. What it left out is missing in `settings`: the pipeline has the defaults."""
+    """A client's request. `settings` has only what the client gave: the pipeline has the defaults."""
 
     prompt: str
     settings: Mapping[str, Any] = field(default_factory=dict)  # by the names of GenerationParams
-    picture: bytes | None = None  # an encoded one, to edit or to animate
+    picture: bytes | None = None  # an encoded picture to edit or to animate
     file_format: FileFormat = "png"
     quality: int = 95  # of jpeg and webp, 0 to 100
     num_previews: int = 0
     seconds: float | None = None  # of a video, instead of num_frames
-    fps: float | None = None  # of a video; None: what the model was trained with
+    fps: float | None = None  # of a video; None: the model's training rate
 
     @property
     def is_video(self) -> bool:
         return self.file_format == "mp4"
 
     def params(self, limits: Limits, picture: Any = None) -> GenerationParams:
-        """It as the pipeline of these limits takes it, checked; `picture` is the decoded one, or stands for it."""
+        """Return the request with defaults filled in, checked against the pipeline's limits.
+
+        `picture` is the decoded one, or a placeholder for it.
+        """
         settings = {**self.settings, "num_frames": self._num_frames(limits)}
         return limits.params(self.prompt, **settings, image=picture, output="array")
 
     def fps_of(self, limits: Limits) -> float:
-        """Frames a second of the video."""
+        """Return the frames per second of the video."""
         return limits.fps if self.fps is None else self.fps
 
     def _num_frames(self, limits: Limits) -> int | None:
@@ -61,24 +64,24 @@ class PictureRequest:
 
 @dataclass(frozen=True)
 class Expectation:
-    """How long a request takes once it is begun, as `diffusion.expected` knows it before."""
+    """Estimated duration of a request, from `diffusion.expected`."""
 
     size: str  # "1024x1024", with the number of frames for a video
     seconds: float
-    basis: str  # where that is from, as a person reads it
-    sizes_in_time: Sequence[str] = ()  # the largest that take no longer than was allowed; where this one takes longer
+    basis: str  # source of the estimate, for people
+    sizes_in_time: Sequence[str] = ()  # the largest that take at most the allowed time, if this one takes longer
 
 
 @dataclass(frozen=True)
 class Waiting:
     """The request is in the queue."""
 
-    num_before: int  # requests that are made first, the one under way included
+    num_before: int  # requests before this one, including the one under way
 
 
 @dataclass(frozen=True)
 class Began:
-    """The worker has the request; `settings` are what its pictures are made with."""
+    """The worker has started the request; `settings` are those of its pictures."""
 
     width: int
     height: int
@@ -86,8 +89,8 @@ class Began:
     num_steps: int
     seed: int
     fps: float  # of a video
-    expected_s: float | None = None  # what it takes from here on
-    expected_from: str = ""  # where that is from, as a person reads it
+    expected_s: float | None = None  # remaining duration
+    expected_from: str = ""  # source of the estimate, for people
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,10 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Previewed:
-    """A picture as a step sees it."""
+    """A preview of one picture after a step."""
 
-    picture: int  # which of the request's n
-    index: int  # which of its previews
+    picture: int  # index of the picture in the request
+    index: int  # index of the preview
     step: int
     num_steps: int
     data: bytes
@@ -111,7 +114,7 @@ class Previewed:
 
 @dataclass(frozen=True)
 class MadeFile:
-    """A picture or a video, encoded, and what makes it again."""
+    """An encoded picture or video, and the settings that reproduce it."""
 
     data: bytes
     settings: Mapping[str, Any]
@@ -126,17 +129,17 @@ class Made:
     encode_s: float
     denoise_s: float
     decode_s: float
-    steps_s: Sequence[float]  # of each step but the first, which may load what it needs
+    steps_s: Sequence[float]  # of each step but the first, which may load components
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """The request was cancelled, and what it held is free."""
+    """The request was cancelled, and what it held is freed."""
 
 
 @dataclass(frozen=True)
 class NotMade:
-    """There are no pictures."""
+    """The request failed: there are no pictures."""
 
     kind: Literal["request", "engine", "unavailable"]
     message: str
@@ -150,7 +153,7 @@ _TYPES = {kind.__name__: kind for kind in (Began, Stepped, Previewed, Made, Stop
 
 
 def request_to_json(request: PictureRequest) -> dict[str, Any]:
-    """A request as a frame takes it: JSON's types and bytes."""
+    """Return a request as JSON types and bytes, for a frame."""
     return {one.name: getattr(request, one.name) for one in dataclasses.fields(request)}
 
 
@@ -159,7 +162,7 @@ def request_from_json(fields: Mapping[str, Any]) -> PictureRequest:
 
 
 def event_to_json(event: PictureEvent) -> list[Any]:
-    """An event as a list: its type's name and its fields."""
+    """Return an event as a list: its type's name and its fields."""
     return [type(event).__name__, dataclasses.asdict(event)]
 
 

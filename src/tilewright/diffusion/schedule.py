@@ -1,9 +1,8 @@
 """Noise levels and the steps between them, as plain functions over a list of sigmas; classifier-free guidance.
 
-A schedule is num_steps + 1 sigmas: latents are (1 - sigma) * picture + sigma * noise, from the first sigma, which is
-(nearly) 1, to the last, which is 0. A solver makes of it a `Step`: a function that takes latents from one sigma to the
-next by what the transformer predicts, the velocity noise - picture. Solvers of more than one step keep what they need
-of the steps before in that function.
+A schedule is num_steps + 1 sigmas: latents are (1 - sigma) * picture + sigma * noise, from the first sigma, (nearly) 1,
+to the last, 0. A solver turns it into a `Step`: a function that moves latents from one sigma to the next by the
+transformer's prediction, the velocity noise - picture. A multistep solver keeps its history in that function.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from tilewright.types import UnsupportedConfig
 
-# Latents after step i, of the latents before it and the velocity there: step(i, latents, velocity).
+# Returns the latents after step i from the latents before it and the velocity there: step(i, latents, velocity).
 Step = Callable[[int, Tensor, Tensor], Tensor]
 
 
@@ -36,12 +35,12 @@ class Schedule:
 
     @property
     def timesteps(self) -> tuple[float, ...]:
-        """Of each step, as transformers are told the noise level: sigma in thousandths."""
+        """Noise level of each step as the transformer's input: sigma in thousandths."""
         return tuple(sigma * self.num_train_timesteps for sigma in self.sigmas[:-1])
 
 
 def euler(schedule: Schedule) -> Step:
-    """Along the velocity."""
+    """Return Euler steps along the velocity."""
 
     def step(index: int, latents: Tensor, velocity: Tensor) -> Tensor:
         sigma, next_sigma = schedule.sigmas[index : index + 2]
@@ -51,17 +50,17 @@ def euler(schedule: Schedule) -> Step:
 
 
 def estimate(schedule: Schedule, index: int, latents: Tensor, velocity: Tensor) -> Tensor:
-    """The picture as step `index` sees it: what latents would be if the velocity stayed as it is."""
+    """Return the picture that step `index` predicts: the latents at sigma 0 if the velocity stayed constant."""
     return latents - schedule.sigmas[index] * velocity
 
 
 def linear_sigmas(num_steps: int) -> list[float]:
-    """1 down to 1 / num_steps, evenly: where most flow models begin before they shift."""
+    """Return evenly spaced sigmas from 1 down to 1 / num_steps, which most flow models shift."""
     return np.linspace(1.0, 1.0 / num_steps, num_steps).tolist()
 
 
 def shift_for(num_tokens: int, config: Mapping[str, Any]) -> float:
-    """mu, the shift of a picture of so many tokens: a line through the two that a scheduler's config gives."""
+    """Return mu, the shift of a picture of `num_tokens`: a line through the two points of a scheduler's config."""
     low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     base, top = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     return base + (top - base) / (high - low) * (num_tokens - low)
@@ -70,17 +69,17 @@ def shift_for(num_tokens: int, config: Mapping[str, Any]) -> float:
 def flow_match_schedule(
     config: Mapping[str, Any], num_steps: int, *, mu: float | None = None, sigmas: Sequence[float] | None = None
 ) -> Schedule:
-    """The schedule of a FlowMatchEulerDiscreteScheduler config for `num_steps`.
+    """Return the schedule of a FlowMatchEulerDiscreteScheduler config for `num_steps`.
 
-    `sigmas` are those before shifting, for models that do not begin with the scheduler's own; `mu` is the shift by
-    resolution, where the config says `use_dynamic_shifting`.
+    `sigmas` are those before shifting, for models with other ones than the scheduler's; `mu` is the shift by
+    resolution, if the config has `use_dynamic_shifting`.
     """
     refuse(config, "stochastic_sampling", "invert_sigmas")
     train = int(config.get("num_train_timesteps", 1000))
     shift = float(config.get("shift", 1.0))
     if sigmas is None:
         ends = (1.0, 1.0 / train)
-        if not config.get("use_dynamic_shifting"):  # the scheduler's own ends are shifted ones, and shifted again
+        if not config.get("use_dynamic_shifting"):  # the scheduler's own ends are already shifted, and shifted again
             ends = (_shifted(ends[0], shift), _shifted(ends[1], shift))
         sigmas = np.linspace(*ends, num_steps).tolist()
     if config.get("use_dynamic_shifting"):
@@ -95,7 +94,7 @@ def flow_match_schedule(
 
 
 def refuse(config: Mapping[str, Any], *names: str) -> None:
-    """UnsupportedConfig if the scheduler's config asks for one of them."""
+    """Raise UnsupportedConfig if the scheduler's config enables one of the options."""
     for name in names:
         if config.get(name):
             raise UnsupportedConfig(f"the scheduler's config has {name} {config[name]!r}, which is not built")
@@ -113,7 +112,7 @@ def _time_shifted(sigma: float, mu: float, kind: str) -> float:
 
 
 def _stretched(sigmas: Sequence[float], terminal: float) -> list[float]:
-    """Moved away from 1 so far that the last is `terminal`; one alone at 1 stays where it is."""
+    """Stretch the distances from 1 so that the last sigma is `terminal`; a single sigma of 1 is unchanged."""
     if sigmas[-1] == 1:
         return list(sigmas)
     scale = (1 - sigmas[-1]) / (1 - terminal)
@@ -121,7 +120,7 @@ def _stretched(sigmas: Sequence[float], terminal: float) -> list[float]:
 
 
 def _respaced(sigmas: Sequence[float], config: Mapping[str, Any]) -> list[float]:
-    """The sigmas between the same ends, spaced as the config says: as they are, or by Karras, exponentially or beta."""
+    """Return the sigmas spaced as the config says between the same ends: unchanged, Karras, or exponential."""
     refuse(config, "use_beta_sigmas")
     first, last, count = sigmas[0], sigmas[-1], len(sigmas)
     if config.get("use_karras_sigmas"):
@@ -133,9 +132,10 @@ def _respaced(sigmas: Sequence[float], config: Mapping[str, Any]) -> list[float]
 
 
 def guided(positive: Tensor, negative: Tensor, scale: float, max_norm: float = 0.0) -> Tensor:
-    """positive + scale * (positive - negative), fp32 [n, ...].
+    """Return positive + scale * (positive - negative), fp32 [n, ...].
 
-    With `max_norm`, no picture's result is longer than so many times its positive: strong guidance burns colours.
+    With `max_norm`, a picture's result is at most that many times as long as its positive: strong guidance
+    oversaturates colours.
     """
     result = positive + scale * (positive - negative)
     if max_norm:
@@ -145,5 +145,5 @@ def guided(positive: Tensor, negative: Tensor, scale: float, max_norm: float = 0
 
 
 def _norms(x: Tensor) -> Tensor:
-    """Of each picture, in the shape that multiplies it."""
+    """Return the norm of each picture, in a shape that broadcasts over it."""
     return torch.linalg.vector_norm(x.flatten(1), dim=1).view(-1, *(1 for _ in x.shape[1:]))

@@ -1,11 +1,11 @@
-"""The worker: makes pictures and videos, one request after the other, on a thread of its own.
+"""The worker: generates pictures and videos, one request at a time, on its own thread.
 
     worker = Worker(Diffusion(model), emit=lambda request_id, event: ...)
     worker.submit("a", PictureRequest("a lighthouse at dusk"))
     worker.cancel("a")
 
-`server/link/picture_process.py` runs one in a process. A cancelled request ends after the step it is in, and what it
-held is free when `Stopped` is emitted. Imports no torch: what it makes pictures with does.
+`server/link/picture_process.py` runs one in a process. A cancelled request ends after its current step, and what it
+held is freed when `Stopped` is emitted. Imports no torch: its PictureMaker does.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PREVIEW_QUALITY = 80
 
 
 class PictureMaker(Protocol):
-    """What makes pictures: `tilewright.Diffusion`, or what stands in for it."""
+    """Generates pictures: `tilewright.Diffusion`, or a stand-in for it."""
 
     name: str
 
@@ -56,19 +56,19 @@ class PictureMaker(Protocol):
     def limits(self) -> Limits: ...
 
     def expected(self, params: GenerationParams) -> Expected:
-        """How long `run` takes; also called while a run is under way."""
+        """Return how long `run` takes; also called during a run."""
 
     def run(self, params: GenerationParams, on_step: OnStep | None = None) -> Any:
-        """A `Generated`: its images are arrays [T, H, W, 3], as `params` ask for."""
+        """Return a `Generated`: its images are arrays [T, H, W, 3], as `params` ask for."""
 
     def preview(self, latents: Any, params: GenerationParams) -> np.ndarray:
-        """The pictures that a step sees, uint8 [n, T, H, W, 3]."""
+        """Return the pictures that a step predicts, uint8 [n, T, H, W, 3]."""
 
     def close(self) -> None: ...
 
 
 class Worker:
-    """Makes what is submitted, in that order. `expect`, `submit`, `cancel` and `close` are for one thread.
+    """Processes requests in order of submission. One thread calls `expect`, `submit`, `cancel` and `close`.
 
     `start_thread` is called first on the thread that computes.
     """
@@ -84,7 +84,7 @@ class Worker:
         self._start_thread = start_thread
         self._emit = emit
         self._media_limits = media_limits or MediaLimits(allow_paths=False)
-        self._opener: IsolatedOpener | None = None  # started by the first picture that comes in
+        self._opener: IsolatedOpener | None = None  # started for the first picture that comes in
         self._waiting: queue.SimpleQueue[tuple[str, PictureRequest] | None] = queue.SimpleQueue()
         self._unfinished: set[str] = set()
         self._cancelled: set[str] = set()
@@ -93,9 +93,9 @@ class Worker:
         self._thread.start()
 
     def expect(self, request: PictureRequest, allowed_s: float | None) -> Expectation | None:
-        """How long the request takes, and sizes that take no longer than `allowed_s`; None: it is no valid request.
+        """Estimate the request's duration, with sizes that take at most `allowed_s`; None for an invalid request.
 
-        A picture that it brings is not decoded for this: its size counts as the model's default.
+        A picture in the request is not decoded for this: its size counts as the model's default.
         """
         limits = self._maker.limits
         try:
@@ -118,13 +118,13 @@ class Worker:
         self._waiting.put((request_id, request))
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request within a step; does nothing if it has ended."""
+        """End a request after its current step; do nothing if it has ended."""
         with self._lock:
             if request_id in self._unfinished:
                 self._cancelled.add(request_id)
 
     def close(self) -> None:
-        """Cancels what is left, and returns when the thread has ended."""
+        """Cancel what is left, and return when the thread has ended."""
         with self._lock:
             self._cancelled |= self._unfinished
         self._waiting.put(None)
@@ -145,7 +145,7 @@ class Worker:
             self._emit(request_id, event)
 
     def _made(self, request_id: str, request: PictureRequest) -> Made | Stopped | NotMade:
-        """The request's last event. An internal error is logged, and the client sees no details of it."""
+        """Return the request's last event. An internal error is logged, and the client sees no details of it."""
         try:
             self._check_cancelled(request_id)
             return self._make(request_id, request)
@@ -156,7 +156,7 @@ class Worker:
         except TransientError as error:
             return NotMade("unavailable", f"{error}; send the request again")
         except DiffusionLostError:
-            raise  # ends the process, and another one starts
+            raise  # ends the process, which is then restarted
         except MemoryError:
             _log.exception("there is not enough memory for a picture")
             return NotMade("request", "there is not enough memory for a picture of this size", "size")
@@ -165,14 +165,14 @@ class Worker:
             return NotMade("engine", "the picture could not be made; the server's log has the reason")
 
     def _make(self, request_id: str, request: PictureRequest) -> Made:
-        request.params(self._maker.limits, request.picture)  # refused before a picture is decoded for it
+        request.params(self._maker.limits, request.picture)  # refused before its picture is decoded
         params = request.params(self._maker.limits, self._opened(request.picture))
         size = (params.width, params.height, params.num_frames)
         fps, expected = request.fps_of(self._maker.limits), self._maker.expected(params)
         self._emit(request_id, Began(*size, params.num_steps, params.seed, fps, expected.seconds, expected.basis))
         _log.info("%d x %d, %d steps: about %.1f s, %s", *size[:2], params.num_steps, expected.seconds, expected.basis)
         generated = self._maker.run(params, self._on_step(request_id, request, params))
-        self._check_cancelled(request_id)  # before time is spent on a file that nobody wants
+        self._check_cancelled(request_id)  # before files are encoded for nobody
         timings = generated.timings
         files = [
             MadeFile(_encoded(request, fps, frames, generated.settings_of(index)), generated.settings_of(index))
@@ -201,7 +201,7 @@ class Worker:
                 raise Cancelled
 
     def _opened(self, data: bytes | None) -> Any:
-        """The decoded picture of a request: by a process that has given up its rights."""
+        """Decode a request's picture in a sandboxed process."""
         if data is None:
             return None
         from PIL import Image
@@ -217,19 +217,19 @@ class Worker:
 
 
 def preview_steps(num_previews: int, num_steps: int) -> list[int]:
-    """The steps after which previews are made, evenly apart and before the last."""
+    """Return the steps after which previews are made, evenly spaced and before the last."""
     wanted = (round(num_steps * (index + 1) / (num_previews + 1)) for index in range(num_previews))
     return sorted({step for step in wanted if 1 <= step < num_steps})
 
 
 def _encoded(request: PictureRequest, fps: float, frames: np.ndarray, settings: dict[str, Any]) -> bytes:
-    """The file of [T, H, W, 3]."""
+    """Return the encoded file of [T, H, W, 3]."""
     if request.is_video:
         return encode_video(frames, fps, settings=settings)
     return encode_picture(frames[0], request.file_format, settings, request.quality)
 
 
 def _return_memory() -> None:
-    """Gives freed memory back to the system: a picture's activations are many times what waits for the next one."""
+    """Return freed memory to the system: a picture's activations are far larger than the waiting requests."""
     with contextlib.suppress(AttributeError, OSError):  # musl has no such call, and keeps less
         ctypes.CDLL(None).malloc_trim(0)

@@ -44,7 +44,7 @@ def gelu_erf_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 @op
 def activate(x: Tensor, activation: str, *, out: Tensor | None = None) -> Tensor:
-    """The named activation of each element: none, silu, gelu_tanh, gelu_erf or gelu_quick. `out` may be x."""
+    """Return the named activation of each element: none, silu, gelu_tanh, gelu_erf or gelu_quick. `out` may be x."""
     if out is None:
         out = empty(x.shape, x.dtype)
     kernels.activate(view(x), view(out), activation)

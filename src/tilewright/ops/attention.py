@@ -1,6 +1,6 @@
 """softmax(scale Q K^T + mask) V over packed sequences, and its cache; kernels in csrc/kernels/{attention,kv_cache}.
 
-Keys and values lie in pages, written as attention reads them: csrc/base/kv_layout.h has the layout.
+Keys and values lie in pages, in the layout of csrc/base/kv_layout.h, which attention reads directly.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from tilewright.ops.plan import empty, empty_in_huge_pages
 
 TILE_DEPTH = 32  # tokens in a tile of values: pages are whole ones
 
-# Types in 8 bits, as the kernels number them: every row of a token and head has an fp32 scale, and a quant stands for
-# the bf16 nearest to scale * quant (csrc/base/kv_bytes.h). Others are kept as they are.
+# 8-bit types, as the kernels number them: every row of a token and head has an fp32 scale, and a quant stands for the
+# bf16 nearest to scale * quant (csrc/base/kv_bytes.h). Other types are stored as they are.
 BYTE_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # quants: what the largest value of a row becomes
-SCALE_BYTES = 8  # of a key's and a value's scale
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the quant of a row's largest value
+SCALE_BYTES = 8  # of a key and a value
 
 
 @dataclass(frozen=True)
 class KvCache:
-    """The keys and values of one layer: `num_pages` pages of `page_size` tokens, a multiple of 32."""
+    """Keys and values of one layer: `num_pages` pages of `page_size` tokens, a multiple of 32."""
 
     data: Tensor  # native: [pages, G, elements of a head], in tiles; torch: [2, pages + 1, page_size, G, K]
     page_size: int
@@ -40,7 +40,7 @@ class KvCache:
 
     @property
     def format(self) -> int:
-        """As the kernels number it; 0: the type of `data`."""
+        """The kernels' number of the 8-bit type; 0: the type of `data`."""
         return BYTE_FORMATS.get(self.dtype, 0)
 
     @property
@@ -48,31 +48,31 @@ class KvCache:
         return self.data.shape[0] if self.data.dim() == 3 else self.data.shape[1] - 1
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """All keys and values as plain [pages * page_size, G, K]: for tests, a copy."""
+        """Return a copy of all keys and values as plain [pages * page_size, G, K], for tests."""
         return read_pages(self)
 
 
 @op
 def kv_store(k: Tensor, v: Tensor, cache: KvCache, slots: Tensor) -> None:
-    """Writes k and v [T, G, K] to slots [T] int64 (page * page_size + place); a negative slot is left out."""
+    """Write k and v [T, G, K] to slots [T] int64 (page * page_size + offset); rows with a negative slot are skipped."""
     kernels.kv_store(view(k), view(v), view(cache.data), cache.page_size, cache.format, view(slots))
 
 
 def bytes_per_token(head_width: int, dtype: torch.dtype) -> int:
-    """What the key and the value of one token take in one head, their scales included."""
+    """Return the bytes of one token's key and value in one head, including their scales."""
     scales = SCALE_BYTES if dtype in BYTE_FORMATS else 0
     return elements_per_token(head_width) * dtype.itemsize + scales
 
 
 @op
 def elements_per_token(head_width: int) -> int:
-    """Quants of the key and the value of one token in one head; in tiles, padded to whole ones."""
+    """Return the elements of one token's key and value in one head; in tiles, padded to whole ones."""
     return kernels.kv_head_elements(TILE_DEPTH, head_width, 0) // TILE_DEPTH
 
 
 @op
 def empty_pages(num_pages: int, page_size: int, num_heads: int, head_width: int, dtype: torch.dtype) -> Tensor:
-    """`KvCache.data` of pages that are zero."""
+    """Return `KvCache.data` for zeroed pages."""
     format = BYTE_FORMATS.get(dtype, 0)
     per_head = kernels.kv_head_elements(page_size, head_width, format)
     stored = torch.uint8 if format else dtype
@@ -81,7 +81,7 @@ def empty_pages(num_pages: int, page_size: int, num_heads: int, head_width: int,
 
 @op
 def read_pages(cache: KvCache) -> tuple[Tensor, Tensor]:
-    """What `KvCache.read` gives."""
+    """Return the result of `KvCache.read`."""
     pages, heads, _ = cache.data.shape
     size, width = cache.page_size, cache.head_width
     key_depth, value_width = -(-width // 32) * 32, -(-width // 16) * 16
@@ -122,13 +122,13 @@ def paged_attention(
     soft_cap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of new tokens q [T, H, K] over a paged cache that already holds their own keys and values.
+    """Return attention of new tokens q [T, H, K] over a paged cache that already holds their own keys and values.
 
     Sequence b has queries query_starts[b] to query_starts[b + 1] and the first kv_lengths[b] keys of the pages
-    block_table[b]; its last query stands at the last key. One query is a decode step, many are a chunk of prefill, and
-    both may be in one call. `causal=False` is cross-attention: every query sees all kv_lengths[b] keys.
-    `window` > 0 hides keys at a distance of `window` or more; `soft_cap` > 0 bounds scores by cap * tanh(score / cap).
-    The integer tensors are int32. A query that sees no key gives zeros.
+    block_table[b]; its last query is at the last key. One query is a decode step, many are a chunk of prefill, and both
+    may be in one call. `causal=False` is cross-attention: every query sees all kv_lengths[b] keys. `window` > 0 hides
+    keys at a distance of `window` or more; `soft_cap` > 0 bounds scores by cap * tanh(score / cap). The integer tensors
+    are int32. A query that sees no key gives zeros.
     """
     if out is None:
         out = empty(q.shape, q.dtype)
@@ -165,11 +165,11 @@ def varlen_attention(
     max_length: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention within each of several packed sequences: q [T, H, K], k and v [S, G, K], starts [B + 1] int32.
+    """Return attention within each of several packed sequences: q [T, H, K], k and v [S, G, K], starts [B + 1] int32.
 
-    `mask` is bool (true = seen) or additive, [B or 1, H or 1, Sq or 1, Sk]: a size of 1 is broadcast, not stored.
-    `window` > 0 hides keys at a distance of `window` or more, to both sides unless causal. `max_length`: that no
-    sequence exceeds, where the caller knows it; 0: any. A GPU then starts no blocks of work for what cannot be there.
+    `mask` is bool (true = seen) or additive, [B or 1, H or 1, Sq or 1, Sk]: a size of 1 is broadcast. `window` > 0
+    hides keys at a distance of `window` or more, to both sides unless causal. `max_length`: a bound on the sequences'
+    lengths, if known, so that a GPU starts no blocks for longer ones; 0: unknown.
     """
     if out is None:
         out = empty(q.shape, q.dtype)

@@ -1,8 +1,8 @@
-"""Which implementation the ops of a thread have: the native kernels, or plain torch.
+"""Selects the implementation of a thread's ops: the native kernels, or plain torch.
 
-Both take the same calls. An op in `ops/<family>.py` is its native call; in plain torch it is the function of the same
-name and signature in `ops/torch_backend/<family>.py`. Weights and caches are laid out for the backend that is active
-when they are made, and only that one reads them.
+Both have the same signatures. An op in `ops/<family>.py` calls the native kernel; its plain torch version is the
+function of the same name in `ops/torch_backend/<family>.py`. Weights and caches have the layout of the backend that was
+active when they were created, and only that one reads them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _Active(threading.local):
-    def __init__(self) -> None:  # for each thread, when it asks first
+    def __init__(self) -> None:  # per thread, on first use
         self.is_native = True
         self.place = HOST
         self.device = HOST.torch_device
@@ -32,12 +32,12 @@ class _Active(threading.local):
 
 _active = _Active()
 
-# Every op by (family, name): what a backend must have.
+# Every op by (family, name), which a backend must have.
 OPS: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def activate(name: str, device: Device | torch.device | str = HOST) -> None:
-    """Ops that this thread calls from now on are those of the backend; tensors without inputs are made on `device`."""
+    """Use the backend for ops that this thread calls from now on; tensors without inputs are created on `device`."""
     if name not in NAMES:
         raise ValueError(f"backend is {name!r}, expected {' or '.join(NAMES)}")
     place = device if isinstance(device, Device) else named(str(device))
@@ -48,7 +48,7 @@ def activate(name: str, device: Device | torch.device | str = HOST) -> None:
 
 @contextlib.contextmanager
 def use(name: str, device: Device | torch.device | str = HOST) -> Iterator[None]:
-    """The same within a block."""
+    """Activate the backend within a block."""
     before = active(), _active.place
     activate(name, device)
     try:
@@ -62,19 +62,19 @@ def active() -> str:
 
 
 def device() -> torch.device:
-    """Where tensors are made that no input says the place of: weights, caches, tables."""
+    """Return the torch device of tensors created without inputs: weights, caches, tables."""
     return _active.device
 
 
 def place() -> Device:
-    """The same with the copies to it and back."""
+    """Return that device as a Device, with the copies to it and back."""
     return _active.place
 
 
 def op(native: Function) -> Function:
-    """The function for the native backend, and its counterpart of torch_backend while that is active.
+    """Wrap a native op so that the torch backend's version is called while that backend is active.
 
-    The choice takes 0.2 us, where the call of a kernel takes 2 and more; a replayed step makes none.
+    The choice takes 0.2 us, where a kernel call takes 2 or more; a replayed step makes none.
     """
     family, name = native.__module__.rpartition(".")[2], native.__name__
     OPS[family, name] = native
@@ -88,5 +88,5 @@ def op(native: Function) -> Function:
 
 @functools.cache
 def _in_torch(family: str, name: str) -> Callable[..., Any]:
-    # Imported at the first call: torch_backend itself needs the classes that lie beside the ops.
+    # Imported on the first call: torch_backend needs the classes defined beside the ops.
     return getattr(importlib.import_module(f"tilewright.ops.torch_backend.{family}"), name)

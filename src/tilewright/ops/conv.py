@@ -1,7 +1,7 @@
-"""Convolutions: causal with a carried state, and of pictures and clips; kernels in csrc/kernels/{conv,conv3d}.
+"""Convolutions: causal with carried state, and of pictures and clips; kernels in csrc/kernels/{conv,conv3d}.
 
-Pictures and clips are channels last, with the weight packed once. B pictures or clips, T frames, H rows, W columns,
-C channels in, O out.
+Pictures and clips are channels last, with the weight packed once. B pictures or clips, T frames, H rows, W columns, C
+channels in, O out.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def causal_conv(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """silu(bias + sum_i weight[i] x[t - W + 1 + i]) of packed sequences x [T, C]: prefill and decode steps alike.
+    """Return silu(bias + sum_i weight[i] x[t - W + 1 + i]) of packed sequences x [T, C], for prefill and decode.
 
     `weight` is [W, C], W 1 or more: the checkpoint's [C, 1, W] transposed once. Sequence b has tokens starts[b] to
-    starts[b + 1]; before them come the W - 1 inputs in states[read_slots[b]] (states [slots, W - 1, C], oldest first;
-    a negative slot: zeros). The state after token t is written to states[write_slots[t]], a negative slot: not kept,
-    so that drafts can keep one per token; without `write_slots` the state after the last token goes back to
-    read_slots[b]. A slot that is written must not be read or written by another sequence. The integer tensors are
-    int32; `out` must not be x.
+    starts[b + 1]; before them come the W - 1 inputs in states[read_slots[b]] (states [slots, W - 1, C], oldest first; a
+    negative slot: zeros). The state after token t is written to states[write_slots[t]], unless that is negative, so
+    that drafts can keep one per token; without `write_slots` the state after the last token goes back to read_slots[b].
+    A slot that is written must not be read or written by another sequence. The integer tensors are int32; `out` must
+    not be x.
     """
     if out is None:
         out = empty(x.shape, x.dtype)
@@ -60,7 +60,7 @@ Triple = tuple[int, int, int]  # frames, rows, columns
 
 @dataclass(frozen=True)
 class PackedConvWeight:
-    """The weight of a convolution and its bias, packed as [O, taps * channels], and the shape it was packed from."""
+    """Weight and bias of a convolution, packed as [O, taps * channels], with the shape it was packed from."""
 
     packed: PackedWeight
     in_channels: int
@@ -73,10 +73,10 @@ class PackedConvWeight:
 
 @dataclass(frozen=True)
 class PackedUpsampleWeight:
-    """A 3 x 3 convolution of pictures made twice as high and wide by repeating pixels, as four of 2 x 2 of them.
+    """A 3 x 3 convolution of pictures upsampled by two by repeating pixels, as four 2 x 2 convolutions.
 
-    Each gives every other row and column of the result: of the pixels it sees, those that are repetitions of one have
-    their taps added up. That is 16 taps for four pixels, where the repetitions would be multiplied by 36.
+    Each gives every other row and column of the result: the taps on repetitions of one pixel are added up. That is 16
+    taps for four pixels instead of 36.
     """
 
     phases: tuple[
@@ -90,12 +90,12 @@ class PackedUpsampleWeight:
 
 @op
 def conv_depth(in_channels: int, kernel: Triple) -> int:
-    """Elements of a row of the packed weight: the channels of each tap, with what fills up their last tile."""
+    """Return the elements of a packed weight's row: the channels of each tap, padded to whole tiles."""
     return kernels.conv3d_depth(in_channels, kernel)
 
 
 def pack_conv(weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> PackedConvWeight:
-    """A checkpoint's weight [O, C, kh, kw] or [O, C, kt, kh, kw] as `conv2d` or `conv3d` reads it."""
+    """Pack a checkpoint's weight [O, C, kh, kw] or [O, C, kt, kh, kw] for `conv2d` or `conv3d`."""
     if weight.dim() not in (4, 5):
         raise ValueError(
             f"pack_conv: weight has shape {list(weight.shape)}, expected [O, C, kt, kh, kw] or [O, C, kh, kw]"
@@ -105,7 +105,7 @@ def pack_conv(weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype 
     taps = weight.reshape(out_channels, in_channels, -1).transpose(1, 2)
     depth = conv_depth(in_channels, kernel)
     taps = functional.pad(taps, (0, depth // taps.shape[1] - in_channels))
-    # Convolutions read weights of either type in the layout that fp32 has at every level.
+    # Convolutions read weights of either type in the layout that fp32 has at every ISA level.
     format = replace(weight_format(dtype or weight.dtype), layout=weight_format(torch.float32).layout)
     return PackedConvWeight(pack_weight(taps.reshape(out_channels, depth), bias, dtype=format), in_channels, kernel)
 
@@ -113,11 +113,11 @@ def pack_conv(weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype 
 def pack_upsample_conv(
     weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None
 ) -> PackedUpsampleWeight:
-    """A checkpoint's weight [O, C, 3, 3] as `upsample_conv2d` reads it; sums of taps are fp32, rounded once."""
+    """Pack a checkpoint's weight [O, C, 3, 3] for `upsample_conv2d`; sums of taps are fp32, rounded once."""
     if weight.dim() != 4 or weight.shape[2:] != (3, 3):
         raise ValueError(f"pack_upsample_conv: weight has shape {list(weight.shape)}, expected [O, C, 3, 3]")
     dtype = dtype or weight.dtype
-    # What a row or column of an even place sees is its neighbour before and itself twice, of an odd one the reverse.
+    # An even row or column sees its neighbour before once and itself twice, an odd one the reverse.
     phases = []
     for rows in _merged(weight.float(), 2):
         for taps in _merged(rows, 3):
@@ -126,7 +126,7 @@ def pack_upsample_conv(
 
 
 def _merged(taps: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """The three taps of an axis as two, for even places and for odd ones."""
+    """Merge the three taps of an axis into two, for even positions and for odd ones."""
     first, middle, last = taps.unbind(axis)
     return torch.stack((first, middle + last), dim=axis), torch.stack((first + middle, last), dim=axis)
 
@@ -139,9 +139,9 @@ def upsample_conv2d(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[B, 2 H, 2 W, O] of x [B, H, W, C]: the convolution of x with every pixel repeated, zeros around it, + residual.
+    """Return conv + residual [B, 2 H, 2 W, O] of x [B, H, W, C] with every pixel repeated, zero-padded.
 
-    `rows`: what the rows [begin, end) of x become, and no other.
+    `rows`: only the output of the rows [begin, end) of x.
     """
     batch, height, width, _ = x.shape
     begin, end = (0, height) if rows is None else rows
@@ -178,13 +178,13 @@ def conv2d(
     norm_activation: str = "none",
     out: Tensor | None = None,
 ) -> Tensor:
-    """[B, H', W', O] of x [B, H, W, C]: activation(conv + bias) + residual.
+    """Return activation(conv + bias) + residual [B, H', W', O] of x [B, H, W, C].
 
-    `padding` is (top, bottom, left, right): zeros around x. With `upsample`, x is first made twice as high and wide by
-    repeating pixels (nearest), without a copy. `activation` as of `linear`; `residual` has the shape and type of the
-    result and may be `out`, whose rows and pixels may lie apart. `norm` [B, 3, C] fp32 are means, factors and biases: x
-    is read as norm_activation((x - mean) * factor + bias) before zeros are put around it (`group_norm_table`). A Conv1d
-    is a picture of one row.
+    `padding` is (top, bottom, left, right): zeros around x. With `upsample`, x is first upsampled by two (nearest)
+    without a copy. `activation` as for `linear`; `residual` has the shape and type of the result and may be `out`,
+    which may be strided by row and pixel. `norm` [B, 3, C] fp32 are means, factors and biases: x is read as
+    norm_activation((x - mean) * factor + bias) before it is padded (`group_norm_table`). A Conv1d is a picture of one
+    row.
     """
     if x.dim() != 4:
         raise ValueError(f"conv2d: x has shape {list(x.shape)}, expected [B, H, W, C]")
@@ -221,10 +221,10 @@ def conv3d(
     norm_activation: str = "none",
     out: Tensor | None = None,
 ) -> Tensor:
-    """[B, T', H', W', O] of x [B, T, H, W, C], causal in time: activation(conv + bias) + residual.
+    """Return activation(conv + bias) + residual [B, T', H', W', O] of x [B, T, H, W, C], causal in time.
 
-    Before x come `time_padding` frames, kt - 1 unless said: the last ones are `previous` [B, P, H, W, C], P up to that
-    many, those before them zeros. All else as of `conv2d`.
+    x is preceded by `time_padding` frames, kt - 1 by default: the last ones are `previous` [B, P, H, W, C], with at
+    most that many frames, the others zeros. All else is as in `conv2d`.
     """
     front = weight.kernel[0] - 1 if time_padding is None else time_padding
     num_previous = 0 if previous is None else previous.shape[1]
@@ -254,7 +254,7 @@ def conv3d(
 def output_size(
     x: Tensor, kernel: Triple, stride: Triple, padding: tuple[int, int, int, int], front: int, upsample: bool
 ) -> Triple:
-    """T', H', W'. ValueError where nothing comes out."""
+    """Return T', H', W'. ValueError if one of them is 0."""
     if x.dim() != 5:
         raise ValueError(f"conv3d: x has shape {list(x.shape)}, expected [B, T, H, W, C]")
     _, frames, height, width, _ = x.shape

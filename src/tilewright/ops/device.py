@@ -1,9 +1,9 @@
-"""Where a model computes: the memory of that place, and the copies to it and back.
+"""The device that a model computes on: its memory, and the copies to it and back.
 
-A copy to an accelerator is worth one call however large it is, and one that the host waits for stops everything else.
-So data lies in `host_bytes`, memory that a device reads by itself, and goes over in one `upload` that nobody waits for:
-`before_use` orders what is computed after it, and `recycle` says when the memory may be written again. On the host none
-of it does anything: what is written there is read there.
+A copy to an accelerator costs one call whatever its size, and one that the host waits for stalls everything. So data
+lies in `host_bytes`, memory that a device reads directly, and is copied in one asynchronous `upload`: `before_use`
+orders later computations after it, and `recycle` returns when the memory may be overwritten. On the host all of this
+does nothing: data is read where it was written.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class Copy(Protocol):
     """A copy that was started."""
 
     def before_use(self) -> None:
-        """Whatever this thread computes from now on comes after the copy. The host does not wait."""
+        """Order this thread's later computations after the copy, without blocking the host."""
 
     def recycle(self) -> None:
-        """Returns when the memory that was copied from may be written again: at once, if the copy is done."""
+        """Return when the source memory may be overwritten: at once, if the copy is done."""
 
 
 class Recording(Protocol):
-    """Work of a device that was recorded."""
+    """Recorded work of a device."""
 
     def replay(self) -> None:
-        """The same work again, on the same memory, in one call. The host does not wait."""
+        """Run the same work again on the same memory, in one call, without blocking the host."""
 
 
 class NoCopy:
-    """What lies where it is read."""
+    """A copy that is not needed: the data is read where it lies."""
 
     def before_use(self) -> None:
         pass
@@ -48,7 +48,7 @@ class NoCopy:
 
 
 class Device:
-    """The host."""
+    """The host; the base of other devices."""
 
     is_host = True
 
@@ -59,7 +59,7 @@ class Device:
         return str(self.torch_device)
 
     def host_bytes(self, num_bytes: int) -> Tensor:
-        """Zeroed uint8 memory of the host from which `upload` copies."""
+        """Return zeroed uint8 memory of the host for `upload`."""
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def can_read(self, tensor: Tensor) -> bool:
@@ -67,22 +67,22 @@ class Device:
         return True
 
     def upload(self, source: Tensor, target: Tensor | None = None, *, beside: bool = False) -> tuple[Tensor, Copy]:
-        """Starts to copy `source`, which lies in `host_bytes`, to `target` or to new memory; that, and the copy.
+        """Start copying `source`, in `host_bytes` memory, to `target` or to new memory; return that, and the copy.
 
-        `beside`: next to what is computed, on a stream of its own; else in order with it. To a `target` it goes after
-        all that was to be computed so far, which may read what is there.
+        `beside`: on a stream of its own, concurrent with computations; else in order with them. A copy to a `target`
+        runs after all earlier computations, which may read it.
         """
         return source.to(self.torch_device) if target is None else target.copy_(source), NoCopy()
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """A tensor on the host, when all that it depends on is computed."""
+        """Return a tensor on the host, once it is computed."""
         return tensor
 
     def record(self, compute: Callable[[], Result]) -> tuple[Recording, Result]:
-        """What `compute` gives, and the recording of its work, which was done once.
+        """Run `compute` once and return the recording of its work, and its result.
 
-        It must not wait for the device, nor decide by what is there. Inputs are read again from where they are; results
-        stay where they are, and are overwritten by a replay.
+        It must neither wait for the device nor branch on its data. Inputs are read again from their addresses; results
+        keep theirs, and are overwritten by a replay.
         """
         raise NotImplementedError(f"work of {self} is not recorded: ops/plan.py records kernels of the host")
 
@@ -91,7 +91,7 @@ HOST = Device()
 
 
 class CudaDevice(Device):
-    """A GPU by its index. Nothing here depends on which one is torch's current device."""
+    """A GPU by its index, independent of torch's current device."""
 
     is_host = False
 
@@ -101,15 +101,15 @@ class CudaDevice(Device):
         with torch.cuda.device(self.torch_device):
             self._side = torch.cuda.Stream(self.torch_device)
             self._recorder = torch.cuda.Stream(self.torch_device)
-        self._fetched: dict[torch.dtype, Tensor] = {}  # memory that results come back to
-        # Of recordings: one runs at a time, so they share their memory. It is gone with the last graph that has it, and
-        # cannot be had again: so the first one stays.
+        self._fetched: dict[torch.dtype, Tensor] = {}  # host memory for results
+        # Memory of recordings, shared since only one runs at a time. It is freed with the last graph that uses it, and
+        # cannot be reserved again: so the first graph is kept.
         self._pool: Any = None
         self._first_graph: torch.cuda.CUDAGraph | None = None
 
     @property
     def _stream(self) -> torch.cuda.Stream:
-        """What this thread computes on."""
+        """Stream that this thread computes on."""
         return torch.cuda.current_stream(self.torch_device)
 
     def host_bytes(self, num_bytes: int) -> Tensor:
@@ -145,9 +145,9 @@ class CudaDevice(Device):
         return here.clone()
 
     def record(self, compute: Callable[[], Result]) -> tuple[Recording, Result]:
-        """A CUDA graph. Whoever computes has run the same once before: libraries set themselves up at the first call.
+        """Record a CUDA graph of `compute`, which must have run once before: libraries initialise in their first call.
 
-        The stream is set back by hand, since torch.cuda.graph does not do it where recording fails.
+        The stream is restored by hand, since torch.cuda.graph does not do so if recording fails.
         """
         inputs = _Inputs()
 
@@ -168,7 +168,7 @@ class CudaDevice(Device):
         graph = torch.cuda.CUDAGraph()
         self._recorder.wait_stream(self._stream)
         with torch.cuda.stream(self._recorder):
-            # Other threads may allocate meanwhile: what they do is not recorded.
+            # Other threads may allocate meanwhile, which is not recorded.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = compute()
@@ -186,7 +186,7 @@ class _CudaRecording:
 
 
 class _Inputs(TorchDispatchMode):
-    """Keeps what recorded work reads and did not make: what a layer forgets must not become another's memory."""
+    """Keeps tensors that recorded work reads but did not make, so that their memory is not reused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class _CudaCopy:
         stream = self._device._stream
         if stream != self._stream:
             stream.wait_event(self._done)
-            self._target.record_stream(stream)  # its memory is not given to others before that has read it
+            self._target.record_stream(stream)  # its memory is not reused before that stream has read it
 
     def recycle(self) -> None:
         if not self._done.query():
@@ -226,7 +226,7 @@ class _CudaCopy:
 
 @functools.cache
 def named(name: str) -> Device:
-    """The device of a name; a GPU without an index is the first, whichever is current."""
+    """Return the device of a name; a GPU without an index is the first, not the current one."""
     device = torch.device(name)
     if device.type != "cuda":
         return Device(device)

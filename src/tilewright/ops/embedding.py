@@ -1,8 +1,8 @@
 """Token and media embeddings, rotary position embedding; kernels in csrc/kernels/{embedding,rope}.
 
-R is the rotated width of a head (R <= K), so there are R/2 frequencies. Which position turns a frequency is data:
-`axis_of_frequency` [R/2] says for each the row of `positions` [A, T], and the functions at the end build it for each
-kind of rope there is.
+R is the rotated width of a head (R <= K), so there are R/2 frequencies. The position of a frequency is data:
+`axis_of_frequency` [R/2] has each frequency's row of `positions` [A, T], and the functions at the end build it for each
+kind of rope.
 """
 
 import torch
@@ -23,10 +23,10 @@ def embedding(
     num_ids: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """table[ids] [T, D] for ids [T] int64 or int32 and table [V, D]. A bad id raises ValueError naming it.
+    """Return table[ids] [T, D] for ids [T] int64 or int32 and table [V, D]. A bad id raises ValueError naming it.
 
-    The table may be a packed linear weight: a language model head that is tied to the embedding is kept once, in the
-    layout the head wants. It may be a part of `num_ids` rows, those from `first` on: the others are zeros.
+    The table may be a packed linear weight: a head that is tied to the embedding is stored once, in the head's layout.
+    It may be a part of `num_ids` rows, those from `first` on: others give zeros.
     """
     if isinstance(table, PackedWeight):
         if out is None:
@@ -41,7 +41,7 @@ def embedding(
 
 @op
 def scatter_rows(out: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """out [T, D] after out[rows] = values, for rows [M] int64 and values [M, D].
+    """Set out[rows] = values for out [T, D], rows [M] int64 and values [M, D], and return out.
 
     A row out of range or named twice raises ValueError.
     """
@@ -51,7 +51,7 @@ def scatter_rows(out: Tensor, rows: Tensor, values: Tensor) -> Tensor:
 
 @op
 def scatter_add_rows(out: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """out [T, D] after out[rows] += values, summed in fp32 and rounded once. A row named twice raises ValueError."""
+    """Add values to out[rows] in fp32, rounded once, and return out [T, D]. A row named twice raises ValueError."""
     kernels.scatter_rows(view(out), view(rows), view(values), True)
     return out
 
@@ -65,10 +65,10 @@ def rope_table(
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, each fp32 [T, R/2], of positions[axis_of_frequency[j], t] * inv_freq[j], times the scaling.
+    """Return cos and sin, fp32 [T, R/2] each, of positions[axis_of_frequency[j], t] * inv_freq[j], times scaling.
 
-    positions [A, T] int64 or fp32, inv_freq [R/2] fp32, axis_of_frequency [R/2] int32. Absolute error under 1.2e-7
-    for angles up to a million.
+    positions [A, T] int64 or fp32, inv_freq [R/2] fp32, axis_of_frequency [R/2] int32. Absolute error under 1.2e-7 for
+    angles up to a million.
     """
     if out is None:
         shape = (positions.shape[-1], inv_freq.shape[0])
@@ -82,7 +82,7 @@ def rope_table(
 
 @op
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, out: Tensor | None = None) -> Tensor:
-    """x [T, H, K] with each head's first R elements turned by cos, sin [T, R/2]; the rest is copied.
+    """Return x [T, H, K] with each head's first R elements rotated by cos, sin [T, R/2]; the rest is copied.
 
     Pairs are (j, j + R/2), or (2j, 2j + 1) when `interleaved`. x may be a slice of a packed qkv; `out` may be x.
     """
@@ -94,7 +94,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, out:
 
 @op
 def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> None:
-    """Turns q [T, H, K] and k [T, G, K] in place, in one pass over the tokens."""
+    """Rotate q [T, H, K] and k [T, G, K] in place, in one pass over the tokens."""
     kernels.qk_norm_rope(view(q), view(k), None, None, view(cos), view(sin), 0.0, False, interleaved)
 
 
@@ -111,7 +111,7 @@ def qk_norm_rope(
     weight_plus_one: bool = False,
     interleaved: bool = False,
 ) -> None:
-    """RMS-norms each head of q [T, H, K] and k [T, G, K] with a weight [K], then turns it: in place, rounded once."""
+    """RMS-norm each head of q [T, H, K] and k [T, G, K] with a weight [K], then rotate it: in place, rounded once."""
     kernels.qk_norm_rope(
         view(q),
         view(k),
@@ -126,17 +126,17 @@ def qk_norm_rope(
 
 
 def plain_axes(num_frequencies: int) -> Tensor:
-    """One position per token turns every frequency."""
+    """Return axes for one position per token, which rotates every frequency."""
     return torch.zeros(num_frequencies, dtype=torch.int32)
 
 
 def sectioned_axes(mrope_section: list[int]) -> Tensor:
-    """M-RoPE of Qwen2-VL: the first mrope_section[0] frequencies follow time, the next the row, then the column."""
+    """Return the axes of Qwen2-VL's M-RoPE: the first section's frequencies for time, then row, then column."""
     return torch.repeat_interleave(torch.arange(len(mrope_section)), torch.tensor(mrope_section)).to(torch.int32)
 
 
 def interleaved_axes(mrope_section: list[int]) -> Tensor:
-    """M-RoPE of Qwen3-VL: time, row, column in turn until an axis has its section's number; time takes what is left."""
+    """Return the axes of Qwen3-VL's M-RoPE: time, row, column in turn for each section's size, then time."""
     axes = torch.zeros(sum(mrope_section), dtype=torch.int32)
     for axis in range(1, len(mrope_section)):
         axes[axis : mrope_section[axis] * len(mrope_section) : len(mrope_section)] = axis
@@ -144,5 +144,5 @@ def interleaved_axes(mrope_section: list[int]) -> Tensor:
 
 
 def vision_axes(num_frequencies_per_axis: int) -> Tensor:
-    """2-D rope: one set of frequencies follows the row, then the same set the column (inv_freq is that set twice)."""
+    """Return the axes of 2-D rope: one set of frequencies for the row, then the same set for the column."""
     return torch.arange(2, dtype=torch.int32).repeat_interleave(num_frequencies_per_axis)

@@ -1,4 +1,4 @@
-"""Gated delta nets: projections taken apart, gates, the delta rule; kernels in csrc/kernels/{delta_inputs,gated_delta}.
+"""Gated delta nets: splitting projections, gates, the delta rule; kernels in csrc/kernels/{delta_inputs,gated_delta}.
 
 T packed tokens, B sequences, G key heads of width K, H value heads of width V, H a multiple of G.
 """
@@ -23,10 +23,10 @@ def split_projections(
     interleaved: bool,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q|k|v [T, 2GK + HV] for the convolution, z [T, H, V], b and a [T, H], of qkvz [T, 2GK + 2HV] and ba [T, 2H].
+    """Split qkvz [T, 2GK + 2HV] and ba [T, 2H] into q|k|v [T, 2GK + HV], z [T, H, V], b and a [T, H].
 
     `interleaved` (Qwen3-Next): for each key head its q, its k, the v and then the z of its value heads; their b, their
-    a. Otherwise (Qwen3.5) all q, all k, all v, all z; all b, all a: there, slices of qkvz and ba do without a copy.
+    a. Otherwise (Qwen3.5) all q, all k, all v, all z; all b, all a: then slices of qkvz and ba need no copy.
     """
     num_tokens, dtype = qkvz.shape[0], qkvz.dtype
     qkv, z, b, a = out or (
@@ -55,7 +55,7 @@ def split_projections(
 def delta_gates(
     a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """g = -exp(a_log) softplus(a + dt_bias), the logarithm of the decay, and beta = sigmoid(b), [T, H] in fp32.
+    """Return g = -exp(a_log) softplus(a + dt_bias), the log of the decay, and beta = sigmoid(b), fp32 [T, H].
 
     a and b [T, H], a_log and dt_bias [H] are fp32 or bf16.
     """
@@ -81,16 +81,15 @@ def gated_delta_rule(
     eps: float = 1e-6,
     out: Tensor | None = None,
 ) -> Tensor:
-    """scale S^T q [T, H, V] after S = exp(g) S and S += k (beta (v - S^T k))^T, token by token, S [K, V] of each head.
+    """Return scale S^T q [T, H, V], with S = exp(g) S, then S += k (beta (v - S^T k))^T for each token; S is [K, V].
 
     q and k [T, G, K], v [T, H, V] may be slices of packed rows; g and beta [T, H] are fp32. With `normalize` q and k
-    count as x / sqrt(sum(x^2) + eps). `scale` is 1 / sqrt(K) unless given. Prefill, decode steps and drafts may be in
-    one call: sequence b has tokens starts[b] to starts[b + 1] and starts from states[read_slots[b]] (states
-    [slots, H, K, V] fp32; a negative slot: zeros). The state after token t is written to states[write_slots[t]], a
-    negative slot: not kept. A draft that may be refused keeps one per token; a prompt whose prefix is to be found
-    again keeps one where the prefix ends. Without `write_slots` the state after the last token goes back to
-    read_slots[b]. A slot that is written must not be read or written by another sequence. The integer tensors are
-    int32.
+    are used as x / sqrt(sum(x^2) + eps). `scale` defaults to 1 / sqrt(K). Prefill, decode steps and drafts may be in
+    one call: sequence b has tokens starts[b] to starts[b + 1] and starts from states[read_slots[b]] (states [slots, H,
+    K, V] fp32; a negative slot: zeros). The state after token t is written to states[write_slots[t]], unless that is
+    negative. A draft that may be rejected keeps one per token; a prompt keeps one at the end of a prefix to be cached.
+    Without `write_slots` the state after the last token goes back to read_slots[b]. A slot that is written must not be
+    read or written by another sequence. The integer tensors are int32.
     """
     if out is None:
         out = empty(v.shape, v.dtype)

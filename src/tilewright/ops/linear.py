@@ -14,7 +14,7 @@ from tilewright.ops.packed import Packed, PackedForm, WeightFormat, pack_into, u
 from tilewright.ops.plan import empty
 from tilewright.ops.quantized import Quantized, concatenate
 
-# Rows are packed this much at a time when they come from a file: small beside a model, large enough for all threads.
+# Block of rows packed at a time from a file: small beside a model, large enough for all threads.
 PACK_BLOCK_BYTES = 4 << 20
 
 
@@ -23,16 +23,16 @@ class PackedWeight(Packed):
     """A weight [n, k] and its bias, packed for the backend that was active."""
 
     bias: Tensor | None = None  # fp32; in tiles, in packed order and padded to whole strips
-    columns: Tensor | None = None  # int32 [k]: which of x each column is multiplied by, where they are not in order
-    next: PackedWeight | None = None  # the outputs after these, in another format: a product of its own
+    columns: Tensor | None = None  # int32 [k]: column of x for each weight column, if they are not in order
+    next: PackedWeight | None = None  # the outputs after these, in another format and a separate product
 
     @property
     def out_features(self) -> int:
-        """Those of `next` not included."""
+        """Number of outputs, without those of `next`."""
         return self.n // 2 if self.gated else self.n
 
     def unpack(self) -> Tensor:
-        """The weight [n, k] as it came."""
+        """Return the original weight [n, k]."""
         found = unpacked(self)
         return found if self.columns is None else torch.empty_like(found).index_copy_(1, self.columns.long(), found)
 
@@ -44,9 +44,9 @@ def pack_weight(
     gated: bool = False,
     dtype: torch.dtype | WeightFormat | None = None,
 ) -> PackedWeight:
-    """`weight` [N, K] as `linear` reads it. `gated`: its rows are gate then up, as many of each.
+    """Pack `weight` [N, K] for `linear`. `gated`: its rows are gate then up, equally many.
 
-    `dtype`: a type, or a format (`ops.packed.weight_format`) in which it is quantised; None: that of the weight.
+    `dtype`: a type, or a format (`ops.packed.weight_format`) to quantise to; None: that of the weight.
     """
     if len(weight.shape) != 2:
         raise ValueError(f"pack_weight: weight has shape {list(weight.shape)}, expected [N, K]")
@@ -59,7 +59,7 @@ def pack_weight(
 
 
 def with_columns(packed: PackedWeight, weight: Tensor | Quantized) -> PackedWeight:
-    """The packed weight with its columns in the order of those it was packed from. ValueError if it has another."""
+    """Return the packed weight with the column order of the weight it was packed from; ValueError if it has another."""
     columns = weight.columns if isinstance(weight, Quantized) else None
     if columns is None and packed.columns is None:
         return packed
@@ -79,10 +79,10 @@ def pack_weight_rows(
     dtype: torch.dtype | WeightFormat,
     row_dtype: torch.dtype = torch.float32,
 ) -> PackedWeight:
-    """As `pack_weight`, for a weight [n, k] that `read_rows(begin, end)` gives a block at a time.
+    """Pack a weight [n, k], read by `read_rows(begin, end)` one block at a time, like `pack_weight`.
 
-    Strips lie one after another, so a block of whole strips is packed as a weight of its own. `row_dtype`: what rows of
-    a quantised weight are unpacked as, where it is a table too.
+    Strips are stored consecutively, so a block of whole strips is packed as its own weight. `row_dtype`: type of
+    unpacked rows of a quantised weight that is also a table.
     """
     packed = empty_weight(n, k, bias, gated, dtype, row_dtype)
     num_parts, tile_rows = (2, 16) if gated else (1, 32)
@@ -103,7 +103,7 @@ def pack_weight_rows(
 
 
 def stacked(parts: Sequence[Tensor | Quantized]) -> Tensor | Quantized:
-    """Rows one after the other, all tensors or all of one quantised format."""
+    """Concatenate rows, which are all tensors or all of one quantised format."""
     if len(parts) == 1:
         return parts[0]
     quants = [part for part in parts if isinstance(part, Quantized)]
@@ -118,7 +118,7 @@ def empty_weight(
     dtype: torch.dtype | WeightFormat,
     row_dtype: torch.dtype = torch.float32,
 ) -> PackedWeight:
-    """Room for a weight [n, k], to be filled by `pack_into`, with its bias in place."""
+    """Allocate a weight [n, k], to be filled by `pack_into`, with its bias already in place."""
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"pack_weight: bias has shape {list(bias.shape)}, expected [N={n}]")
     form = PackedForm(dtype if isinstance(dtype, WeightFormat) else weight_format(dtype), n, k, gated)
@@ -128,7 +128,7 @@ def empty_weight(
 
 @op
 def pack_bias(bias: Tensor, gated: bool) -> Tensor:
-    """`bias` [N] as `linear` adds it, in fp32."""
+    """Return `bias` [N] in the layout of `linear`, in fp32."""
     n = len(bias)
     if not gated:
         return torch.nn.functional.pad(bias.float(), (0, -n % 32))
@@ -146,11 +146,11 @@ def linear(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """activation(x W^T + b) + residual for x [..., K]; for a gated weight activation(gate) * up + residual.
+    """Return activation(x W^T + b) + residual for x [..., K], or activation(gate) * up + residual if gated.
 
     `activation`: none, silu, gelu_tanh, gelu_erf, gelu_quick. `residual` has the shape and type of the result and may
-    be `out`. Sums are fp32; bf16 x with bf16 weights multiplies in bf16, fp32 x in fp32. With quantised weights x is
-    rounded to bytes, row by row and group by group (`ops.quantized.quantize_rows`), but not with those in
+    be `out`. Sums are fp32; bf16 x with bf16 weights multiplies in bf16, fp32 x in fp32. For quantised weights x is
+    rounded to bytes, row by row and group by group (`ops.quantized.quantize_rows`), except with formats in
     `ops.quantized.WIDENED`.
     """
     if out is None:

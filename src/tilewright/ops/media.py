@@ -24,10 +24,10 @@ Filter = Literal["bicubic", "bilinear"]
 
 @op
 def resize(image: Tensor, height: int, width: int, filter: Filter = "bicubic", *, out: Tensor | None = None) -> Tensor:
-    """The 8-bit RGB picture [H, W, 3], or frames [F, H, W, 3], resized to [height, width].
+    """Return an 8-bit RGB picture [H, W, 3], or frames [F, H, W, 3], resized to [height, width].
 
-    Bit for bit what Pillow 13 gives; before 13 it always ran the horizontal pass first. Rows may have a stride.
-    `out` must not overlap `image`.
+    Equal to Pillow 13's bit for bit; before 13 it always ran the horizontal pass first. Rows may have a stride. `out`
+    must not overlap `image`.
     """
     if out is None:
         out = torch.empty((*image.shape[:-3], height, width, 3), dtype=torch.uint8)
@@ -51,11 +51,11 @@ def patches(
     dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Patches [N, 3 * Tp * P * P] of an 8-bit RGB picture [H, W, 3], or video [F, H, W, 3], resized to [height, width].
+    """Return patches [N, 3 * Tp * P * P] of an 8-bit RGB picture [H, W, 3] or video [F, H, W, 3], resized first.
 
-    Rows go frame group by frame group, then by (y, x) of the merged patch, then by (y, x) within it; a row is
+    Rows are ordered by frame group, then by (y, x) of the merged patch, then by (y, x) within it; a row is
     [channel][frame][y][x] of (pixel * rescale - mean) / std. A still has one frame: Tp is 1. `out` may be a slice of
-    rows of a larger buffer, so that the pictures of a request lie in one.
+    rows of a larger buffer that holds all pictures of a request.
     """
     if out is None:
         frames = image.shape[0] if image.dim() == 4 else 1
@@ -87,7 +87,7 @@ MIN_SAMPLES = WINDOW // 2 + 1
 
 @op
 def log_mel(samples: Tensor, num_bins: int, *, out: Tensor | None = None) -> Tensor:
-    """Frames fp32 [samples // HOP, num_bins] of mono samples fp32 [N] at 16 kHz, as Whisper's feature extractor gives.
+    """Return frames fp32 [samples // HOP, num_bins] of mono samples fp32 [N] at 16 kHz, as Whisper's extractor does.
 
     The power of each frequency under a Hann window around every HOP-th sample, summed by triangles on Slaney's mel
     scale; log10 of it, at least 1e-10 and at most 8 below the loudest of all frames, plus 4, over 4.
@@ -100,7 +100,7 @@ def log_mel(samples: Tensor, num_bins: int, *, out: Tensor | None = None) -> Ten
 
 @functools.cache
 def mel_filters(num_bins: int) -> Tensor:
-    """Weights fp32 [num_bins, NUM_FREQUENCIES]: a triangle for each bin between its neighbours, of equal areas."""
+    """Return filters fp32 [num_bins, NUM_FREQUENCIES]: a triangle per bin between its neighbours, of equal areas."""
     frequencies = torch.linspace(0, SAMPLE_RATE / 2, NUM_FREQUENCIES, dtype=torch.float64)
     mels = torch.linspace(0, _mel_of(SAMPLE_RATE / 2), num_bins + 2, dtype=torch.float64)
     corners = torch.tensor([_hertz_of(mel) for mel in mels.tolist()], dtype=torch.float64)
@@ -130,10 +130,10 @@ def _hertz_of(mel: float) -> float:
 def pack_patch_embedding(
     weight: Tensor, bias: Tensor | None = None, *, still: bool, dtype: torch.dtype | None = None
 ) -> PackedWeight:
-    """Conv3d weight [D, C, frames, P, P] for patches [C, P, P] of stills, or [C, frames, P, P] of video.
+    """Pack a Conv3d weight [D, C, frames, P, P] for patches [C, P, P] of stills, or [C, frames, P, P] of video.
 
-    A Conv2d weight [D, C, P, P] is one for stills. The sum over time is made in fp32 and rounded once, to
-    the dtype that is packed.
+    A Conv2d weight [D, C, P, P] is for stills. The sum over time is computed in fp32 and rounded once, to the packed
+    dtype.
     """
     if weight.dim() not in (4, 5):
         raise ValueError(f"patch embedding weight has shape {list(weight.shape)}, expected [D, C, frames, P, P]")
@@ -143,5 +143,5 @@ def pack_patch_embedding(
 
 
 def patch_embedding(patches: Tensor, weight: PackedWeight, *, out: Tensor | None = None) -> Tensor:
-    """[N, D] for patches [N, C * frames * P * P], each in the order the weight was packed for."""
+    """Return [N, D] for patches [N, C * frames * P * P], each in the order the weight was packed for."""
     return linear(patches, weight, out=out)

@@ -1,4 +1,4 @@
-"""Mixture of experts: choosing a token's experts and running them in one call; kernels in csrc/kernels/moe.
+"""Mixture of experts: routes tokens to experts, and computes the experts in one call; kernels in csrc/kernels/moe.
 
 T tokens, E experts, k chosen per token, D model width, I inner width of an expert.
 """
@@ -20,11 +20,11 @@ from tilewright.ops.quantized import Quantized
 
 @dataclass(frozen=True)
 class PackedExperts(Packed):
-    """The weights [n, k] of all experts, one row of `data` per expert, each as a PackedWeight has it."""
+    """Weights [n, k] of all experts, one row of `data` per expert, each in the layout of a PackedWeight."""
 
     @classmethod
     def empty(cls, num_experts: int, n: int, k: int, gated: bool, dtype: torch.dtype | WeightFormat) -> PackedExperts:
-        """Room for the experts, to be filled by `pack`; memory is taken up as they come."""
+        """Allocate the experts, to be filled by `pack`; memory is used only as they are packed."""
         if num_experts < 1 or n < 1 or k < 1 or (gated and n % 2):
             what = "gate|up experts of an even n" if gated else "experts"
             raise ValueError(f"PackedExperts: {num_experts} experts of {n} x {k}, expected 1 or more {what}")
@@ -37,7 +37,7 @@ class PackedExperts(Packed):
         return self.data.shape[0]
 
     def pack(self, expert: int, weight: Tensor | Quantized) -> None:
-        """Puts `weight` [n, k] of one expert in its place."""
+        """Pack `weight` [n, k] of one expert into its place."""
         if weight.shape != (self.n, self.k):
             raise ValueError(f"PackedExperts: weight has shape {list(weight.shape)}, expected [n={self.n}, k={self.k}]")
         if isinstance(weight, Quantized) and weight.columns is not None:
@@ -45,7 +45,7 @@ class PackedExperts(Packed):
         pack_into(weight, self.expert(expert))
 
     def expert(self, expert: int) -> PackedWeight:
-        """One expert's weight, sharing memory: what `linear` takes."""
+        """Return one expert's weight for `linear`, sharing memory."""
         if not 0 <= expert < self.num_experts:
             raise ValueError(f"PackedExperts: expert is {expert}, expected 0 to {self.num_experts - 1}")
         scales = None if self.scales is None else self.scales[expert]
@@ -61,7 +61,7 @@ def route(
     scoring: str = "softmax",
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(ids int32 [T, k], weights fp32 [T, k]): the k largest of logits [T, E], best first, the lower id among equals.
+    """Return ids int32 and weights fp32 [T, k] of the k largest of logits [T, E], best first, lower ids first if equal.
 
     A weight is the softmax over all E logits, or the sigmoid of its own (`scoring`), in fp32; with `renormalize` the k
     weights of a token are divided by their sum. `out` is the pair to write to.
@@ -88,11 +88,11 @@ def moe(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The sum over a token's experts of weight * down(activation(gate) * up), + residual: [T, D] for x [T, D].
+    """Return the sum over a token's experts of weight * down(activation(gate) * up), + residual: [T, D] for x [T, D].
 
-    ids int32 and weights fp32 [T, k] as `route` gives them. gate_up is gated, [2I, D] per expert, down [D, I].
+    ids int32 and weights fp32 [T, k] are those of `route`. gate_up is gated, [2I, D] per expert, down [D, I].
     `residual` has the shape and type of the result and may be `out`. Products are those of `linear`; the experts'
-    outputs are fp32 and added in the order of ids, so a token's bits do not depend on the tokens beside it.
+    outputs are fp32 and added in the order of ids, so a token's bits do not depend on the other tokens.
     """
     if out is None:
         out = empty(x.shape, x.dtype)

@@ -1,4 +1,4 @@
-"""The native module, loaded after torch and set up from the config, and the way tensors are handed to it."""
+"""Loads the native module after torch, configures it, and passes tensors to it."""
 
 import contextlib
 import functools
@@ -32,14 +32,14 @@ _log = logging.getLogger(__name__)
 
 
 def view_or_none(tensor: torch.Tensor | None) -> object:
-    """The DLPack capsule of a tensor, None for None."""
+    """Return the DLPack capsule of a tensor, or None."""
     return None if tensor is None else view(tensor)
 
 
 def bind_team() -> None:
-    """Pins the threads of kernels that this thread calls, as the config says: every calling thread has its own team.
+    """Pin the threads of kernels that this thread calls, as configured: every calling thread has its own team.
 
-    So it is with memory: a thread of a rank takes pages of the rank's nodes.
+    The same holds for memory: a rank's thread allocates pages on the rank's nodes.
     """
     settings = config.current()
     if settings.memory_nodes:
@@ -49,18 +49,18 @@ def bind_team() -> None:
 
 
 def work_alone() -> None:
-    """From now on kernels that this thread calls use no other thread, and it runs where it likes."""
+    """Let kernels called by this thread use no other threads, and unpin it."""
     kernels.work_alone()
-    if config.current().bind_cpus:  # a new thread has the place of the pinned one that started it
-        with contextlib.suppress(OSError):  # where the system refuses this, it is not pinned either
+    if config.current().bind_cpus:  # a new thread inherits the affinity of the pinned one that started it
+        with contextlib.suppress(OSError):  # if this is not permitted, pinning was not either
             os.sched_setaffinity(0, config.current().available_cpus)
 
 
 @dataclass(frozen=True)
 class Build:
-    """The ISA levels that kernels were compiled for, best first, and those that this CPU has.
+    """ISA levels that the kernels were compiled for, best first, and those of this CPU.
 
-    What is shipped has every level of the architecture. `make demo` and `make dev` compile, for the CPU they run on,
+    Released packages have every level of the architecture. `make demo` and `make dev` compile, for the CPU they run on,
     the best kernel of each op and the scalar one, `make test` all that it runs (TILEWRIGHT_LEVELS in CMakeLists.txt).
     """
 
@@ -93,13 +93,13 @@ def read_build() -> Build:
 
 
 def apply_config() -> None:
-    """Makes the kernels, and the team of the calling thread, what the config says now."""
+    """Apply the current config to the kernels and to the calling thread's team."""
     settings = config.current()
     kernels.set_max_isa(settings.max_isa)
     kernels.set_num_threads(settings.num_threads or len(settings.bind_cpus))
     kernels.set_sleeps_soon(settings.threads_sleep_soon)
     if settings.bind_cpus:
-        # torch's parallel loops use the same team. For another count libgomp would start threads in the middle of a
+        # torch's parallel loops use the same team. With another count libgomp would start threads in the middle of a
         # step, all of them on the CPU that the calling thread is pinned to.
         torch.set_num_threads(settings.team_size)
     bind_team()
@@ -107,7 +107,7 @@ def apply_config() -> None:
 
 @dataclass
 class _Applied:
-    """The binding of this process, the CPUs that its thread had before, and torch's threads."""
+    """The binding of this process, with the thread's previous CPUs and torch's threads."""
 
     binding: RankBinding
     affinity: set[int]
@@ -119,10 +119,10 @@ _applied: _Applied | None = None
 
 
 def apply_binding(binding: RankBinding) -> None:
-    """Binds this process, whose kernels may have run before: the calling thread and its team at once, others when they
-    call `bind_team`. Each call needs a `release_binding`.
+    """Bind this process: the calling thread and its team at once, other threads when they call `bind_team`.
 
-    ConfigError if the process is bound otherwise: the number of threads is one for the process.
+    Kernels may have run before. Each call needs a `release_binding`. ConfigError if the process has another binding:
+    the number of threads is per process.
     """
     global _applied
     if _applied is not None:
@@ -139,7 +139,7 @@ def apply_binding(binding: RankBinding) -> None:
 
 
 def release_binding() -> None:
-    """Gives a binding back. With the last holder the process, and the calling thread, are as they were before."""
+    """Release a binding. The last holder restores the process and the calling thread."""
     global _applied
     if _applied is None:
         raise RuntimeError("release_binding without apply_binding")
@@ -150,7 +150,7 @@ def release_binding() -> None:
     config.use(None)
     kernels.bind_threads([])
     torch.set_num_threads(before.torch_threads)
-    # A system that refuses these has refused the binding too, and was warned of then.
+    # If the system refuses these, it refused the binding too, with a warning.
     kernels.set_memory_policy("local", [])
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, before.affinity)
@@ -162,7 +162,7 @@ def _prefer_memory(nodes: tuple[int, ...]) -> None:
         _warn_of_memory(nodes, error)
 
 
-@functools.cache  # once, not for each thread
+@functools.cache  # once per process, not per thread
 def _warn_of_memory(nodes: tuple[int, ...], error: int) -> None:
     _log.warning(
         "the system does not let us choose where memory comes from (set_mempolicy: %s): pages are on the node of the "

@@ -1,7 +1,7 @@
 """RMSNorm, LayerNorm, GroupNorm, adaptive norms; kernels in csrc/kernels/{norm,group_norm,ada_norm}.
 
-A scale, shift or gate of x [B, L, C] is [B, C] (or [B, 1, C]) for one per sample, [B, L, C] for one per token, or
-[B, F, 1, C] for one per frame of L / F tokens. It may be fp32 beside bf16 x, and a slice of a packed tensor of them.
+A scale, shift or gate of x [B, L, C] is [B, C] (or [B, 1, C]) for one per sample, [B, L, C] for one per token, or [B,
+F, 1, C] for one per frame of L / F tokens. It may be fp32 beside bf16 x, and a slice of a packed tensor of them.
 """
 
 import torch
@@ -24,11 +24,11 @@ def rms_norm(
     activation: str = "none",
     out: Tensor | None = None,
 ) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, over the last axis of x [..., D].
+    """Return x / sqrt(mean(x^2) + eps) * weight, over the last axis of x [..., D].
 
     With `residual`, that tensor becomes residual + x first and its norm is returned. With `gate`, the result is
-    multiplied by silu(gate). `weight_plus_one` scales by 1 + weight; `activation` as of `linear`, of the result.
-    x [T, H, K] norms each head: rows may be slices of a packed qkv. `out` may be x.
+    multiplied by silu(gate). `weight_plus_one` scales by 1 + weight; `activation` as for `linear`, applied to the
+    result. x [T, H, K] norms each head: rows may be slices of a packed qkv. `out` may be x.
     """
     if out is None:
         out = empty(x.shape, x.dtype)
@@ -47,7 +47,7 @@ def rms_norm(
 
 @op
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias, over the last axis of x [..., D]. `out` may be x."""
+    """Return (x - mean) / sqrt(var + eps) * weight + bias, over the last axis of x [..., D]. `out` may be x."""
     if out is None:
         out = empty(x.shape, x.dtype)
     kernels.layer_norm(view(x), view(weight), view_or_none(bias), view(out), eps)
@@ -68,9 +68,9 @@ def ada_layer_norm(
     gate: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """layer_norm(x) * (constant + scale) + shift of x [B, L, C], the norm with `weight` and `bias` [C] if given.
+    """Return layer_norm(x) * (constant + scale) + shift of x [B, L, C], the norm with `weight` and `bias` [C] if given.
 
-    With `residual`, that tensor becomes residual + gate * x first (residual + x without `gate`), and its norm is taken.
+    With `residual`, that tensor becomes residual + gate * x first (residual + x without `gate`), and its norm is used.
     `out` may be x.
     """
     if out is None:
@@ -92,7 +92,7 @@ def ada_rms_norm(
     gate: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """rms_norm(x) * (constant + scale) + shift of x [B, L, C]; all else as of `ada_layer_norm`."""
+    """Return rms_norm(x) * (constant + scale) + shift of x [B, L, C]; all else is as in `ada_layer_norm`."""
     if out is None:
         out = empty(x.shape, x.dtype)
     _ada_norm(x, scale, shift, weight, None, residual, gate, out, eps, constant, is_rms=True)
@@ -130,7 +130,7 @@ def _ada_norm(
 
 @op
 def gated_add(residual: Tensor, x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """residual + gate * x of residual and x [B, L, C]. `out` may be either."""
+    """Return residual + gate * x for residual and x [B, L, C]. `out` may be either."""
     if out is None:
         out = empty(x.shape, x.dtype)
     kernels.gated_add(view(residual), view(x), view(gate), view(out))
@@ -148,10 +148,10 @@ def group_norm(
     activation: str = "none",
     out: Tensor | None = None,
 ) -> Tensor:
-    """activation((x - mean) / sqrt(var + eps) * weight + bias) of x [B, ..., C], any number of axes between.
+    """Return activation((x - mean) / sqrt(var + eps) * weight + bias) of x [B, ..., C], with any axes between.
 
     Mean and variance are those of an item's groups of C / num_groups neighbouring channels, over all axes between.
-    `activation` as of `linear`: silu in autoencoders. `out` may be x.
+    `activation` as for `linear`: silu in autoencoders. `out` may be x.
     """
     if out is None:
         out = empty(x.shape, x.dtype)
@@ -161,14 +161,14 @@ def group_norm(
 
 @op
 def group_statistics(x: Tensor, num_groups: int) -> Tensor:
-    """Mean and variance, fp32 [B, num_groups, 2], of an item's groups of channels, as `group_norm` has them."""
+    """Return mean and variance, fp32 [B, num_groups, 2], of an item's groups of channels, as in `group_norm`."""
     out = torch.empty(x.shape[0], num_groups, 2)
     kernels.group_statistics(view(x), view(out), num_groups)
     return out
 
 
 def group_norm_table(statistics: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """fp32 [B, 3, C]: mean, factor and bias of each channel, as `conv3d` takes a norm; statistics [B, G, 2]."""
+    """Return each channel's mean, factor and bias, fp32 [B, 3, C], the norm of `conv3d`; statistics [B, G, 2]."""
     width = len(weight) // statistics.shape[1]
     mean, variance = (part.repeat_interleave(width, dim=1) for part in statistics.unbind(2))
     factor = (variance.double() + eps).rsqrt() * weight.double()

@@ -1,6 +1,6 @@
-"""What a packed weight is: the description that linears, experts and the pack cache share.
+"""The description of packed weights that linears, experts and the pack cache share.
 
-The same in C++ is csrc/base/packed_weight.h, which says what each name means to a kernel.
+csrc/base/packed_weight.h has the same in C++, with the meaning of each name for a kernel.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tilewright.ops.quantized import (
     values_dtype,
 )
 
-# What `quantize` and `auto` choose: a weight of millions of values takes a twentieth of the time that torch does.
+# The formats that `quantize` and `auto` choose: the native code takes a twentieth of torch's time for a large weight.
 ROUNDED_NATIVELY = ("int8", "int8_rotated", "int4", "uint4", "int4_rotated")
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How the values of packed weights are stored and how they lie: what a kernel must know to read any of them."""
+    """Storage and layout of packed weights: all that a kernel needs to read them."""
 
     name: str  # of the values: bfloat16, float32 or one of ops.quantized.NAMES
     layout: str
-    group_size: int = 0  # of quantised values: those of a row that share a scale; 0: all of them
+    group_size: int = 0  # quants of a row that share a scale; 0: the whole row
 
     def __str__(self) -> str:
         return f"{self.name} in groups of {self.group_size}" if self.group_size else self.name
@@ -60,13 +60,12 @@ class WeightFormat:
 
     @property
     def storage(self) -> torch.dtype:
-        """The type of the elements that hold the values."""
+        """Element type of the packed data."""
         return torch.uint8 if self.is_quantized else getattr(torch, self.name)
 
 
 def weight_format(dtype: torch.dtype | str, group_size: int = 0) -> WeightFormat:
-    """The format in which weights in `dtype`, a type or a quantised format's name, are packed for the backend, and the
-    ISA level, in use."""
+    """Return the packed format of `dtype`, a type or a quantised format's name, for the active backend and ISA."""
     name = str(dtype).removeprefix("torch.")
     if isinstance(dtype, str) and dtype not in NAMES:
         raise ValueError(f"the weight's format is {dtype!r}, expected one of {', '.join(NAMES)}")
@@ -79,22 +78,22 @@ def weight_format(dtype: torch.dtype | str, group_size: int = 0) -> WeightFormat
 
 @op
 def packed_layout(name: str) -> str:
-    """How packed weights of a format lie."""
+    """Return the layout of packed weights in a format."""
     return kernels.packed_layout(name)
 
 
 @dataclass(frozen=True)
 class PackedForm:
-    """A weight [n, k] as it is packed: everything but its bytes."""
+    """All but the bytes of a packed weight [n, k]."""
 
     format: WeightFormat
     n: int
     k: int
-    gated: bool = False  # the rows are gate then up, as many of each: a product gives act(gate) * up, n / 2 columns
+    gated: bool = False  # rows are gate then up, equally many: a product gives act(gate) * up, n / 2 columns
 
     @property
     def num_quants(self) -> int:
-        """Those of a row, as it is before it is packed."""
+        """Quants of a row before packing."""
         return rotated_length(self.k) if self.format.is_rotated else self.k
 
     @property
@@ -111,11 +110,11 @@ class PackedForm:
 
     @property
     def _scale_dtype(self) -> torch.dtype:
-        """Bytes of scales and of steps, where the format has them, that are kept beside the quants."""
+        """Type of the scales; bytes for scales and steps together, if the format has steps."""
         return torch.uint8 if self.format.has_steps else scale_dtype(self.format.name, self.format.group_size)
 
     def room(self, *leading: int) -> tuple[Tensor, Tensor | None]:
-        """Memory for the data and the scales of a weight, or of as many as `leading` says."""
+        """Allocate the data and the scales of a weight, or of several in `leading` axes."""
         data = empty_in_huge_pages(math.prod(leading) * self.num_elements, self.format.storage)
         if not self.format.is_quantized:
             return data.view(*leading, -1), None
@@ -125,25 +124,24 @@ class PackedForm:
 
 @op
 def packed_elements(form: PackedForm) -> int:
-    """How many elements a weight of a form has, those that fill up its last tiles included."""
+    """Return the number of elements of a packed weight, including padding to whole tiles."""
     return kernels.packed_elements(form)
 
 
 @op
 def packed_scales(form: PackedForm) -> int:
-    """How many scales, and mins where it has them, a weight of a form has, or bytes of scales and steps; 0: it is not
-    quantised."""
+    """Return the number of scales, with mins if it has them, or the bytes of scales and steps; 0: not quantised."""
     return kernels.packed_scales(form)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Weights of one form, with all that is needed to use them: nobody has to remember how they were packed."""
+    """Weights of one form, with all that is needed to use them."""
 
     data: Tensor  # [elements of the form], or a row of them for each expert
     form: PackedForm
-    scales: Tensor | None = None  # of quantised formats, with the mins where there are some
-    row_dtype: torch.dtype = torch.float32  # of quantised formats: what their values are unpacked as
+    scales: Tensor | None = None  # of quantised formats, with the mins if there are any
+    row_dtype: torch.dtype = torch.float32  # of quantised formats: type of unpacked rows
 
     @property
     def n(self) -> int:
@@ -159,7 +157,7 @@ class Packed:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the values, or of what quantised ones are unpacked as."""
+        """Type of the values, or of unpacked quantised ones."""
         return self.row_dtype if self.form.format.is_quantized else self.data.dtype
 
     @property
@@ -167,14 +165,14 @@ class Packed:
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def native(self) -> tuple[object, PackedForm, object]:
-        """The one argument as which kernels take it."""
+        """Return the weight as the kernels' single argument."""
         return view(self.data), self.form, view_or_none(self.scales)
 
 
 def pack_into(weight: Tensor | Quantized, packed: Packed) -> None:
-    """Writes `weight` [n, k], fp32, bf16 or quantised, to where `packed` has its data, as its form says.
+    """Write `weight` [n, k], fp32, bf16 or quantised, into `packed` in its form.
 
-    A tensor is quantised if the form is; what is quantised must be so as the form is.
+    A tensor is quantised if the form is; a quantised weight must have the form's format.
     """
     own = packed.form.format
     if own.is_quantized and isinstance(weight, Tensor):
@@ -190,7 +188,7 @@ def pack_into(weight: Tensor | Quantized, packed: Packed) -> None:
 
 
 def rounded(weight: Tensor, format: WeightFormat) -> Quantized:
-    """`weight` [n, k], fp32 or bf16, as quants of a quantised format: the same ones for both backends."""
+    """Return `weight` [n, k], fp32 or bf16, as quants of a quantised format, equal for both backends."""
     if format.name not in ROUNDED_NATIVELY or weight.device.type != "cpu":
         return quantize(weight, format.name, format.group_size)
     return _rounded_natively(weight, format)
@@ -217,13 +215,13 @@ def _rounded_natively(weight: Tensor, format: WeightFormat) -> Quantized:
 
 @op
 def pack_values(weight: Tensor, packed: Packed) -> None:
-    """The same of a tensor in a format that is not quantised."""
+    """Pack a tensor into a form that is not quantised."""
     kernels.pack_weight(view(weight), packed.native())
 
 
 @op
 def pack_quantized(weight: Quantized, packed: Packed) -> None:
-    """The same of what is quantised already."""
+    """Pack a weight that is quantised already."""
     values = view(weight.values.view(torch.uint8))
     steps = None if weight.steps is None else view(weight.steps.view(torch.uint8))
     kernels.pack_quantized(values, view(weight.scales), view_or_none(weight.mins), steps, packed.native())
@@ -231,7 +229,7 @@ def pack_quantized(weight: Quantized, packed: Packed) -> None:
 
 @op
 def unpacked(packed: Packed) -> Tensor:
-    """The weight [n, k] as it came, or as it was rounded."""
+    """Return the weight [n, k] as it was before packing, or as it was rounded."""
     weight = torch.empty(packed.n, packed.k, dtype=packed.dtype)
     kernels.unpack_weight(packed.native(), view(weight))
     return weight

@@ -1,14 +1,14 @@
-"""A step recorded once and replayed natively: what CUDA graphs do for GPUs.
+"""Steps recorded once and replayed natively, as CUDA graphs are on GPUs.
 
     plan = Plan(arena)
     with plan.record():
-        logits = model.forward(batch)   # runs, and every kernel call is noted
+        logits = model.forward(batch)   # runs, and every kernel call is recorded
     ...
     plan.replay()                       # the same calls on the same memory, in one native call and one parallel region
 
-The inputs are fixed buffers that change their contents between replays. Results of ops come from the arena, so that
-their memory is no one else's and all plans share it: only one runs at a time. Steps that are not recorded gain from it
-too (`Arena.use`): fresh memory costs a page fault per 4 KB, which took a third of a large linear's time on 16 cores.
+Inputs are fixed buffers whose contents change between replays. Results of ops come from the arena, so that their memory
+is reserved and all plans share it: only one runs at a time. Steps that are not recorded gain from it too (`Arena.use`):
+fresh memory costs a page fault per 4 KB, which took a third of a large linear's time on 16 cores.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from torch import Tensor
 from tilewright.ops import backend
 from tilewright.ops.native import kernels
 
-# Where pages have 4 KiB; where they have 16 or 64, huge ones have 32 or 512 MiB, and a tensor gets those within it.
+# For pages of 4 KiB; with 16 or 64 KiB, huge pages have 32 or 512 MiB, and a tensor gets those within it.
 HUGE_PAGE_BYTES = 2 << 20
 
 _log = logging.getLogger(__name__)
 
 
 def empty_in_huge_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor whose memory the OS is asked to back with huge pages: streaming it costs a TLB miss per 2 MB.
+    """Return a flat zeroed tensor whose memory should be in huge pages: streaming it costs a TLB miss per 2 MB.
 
-    It is zero, as memory from the OS is. Of a backend that computes elsewhere, it is that device's own memory.
+    On another device it is that device's own memory.
     """
     size_bytes = num_elements * dtype.itemsize
     device = backend.device()
     if size_bytes < HUGE_PAGE_BYTES or device.type != "cpu":
         return torch.zeros(num_elements, dtype=dtype, device=device)
     # Private: Linux gives shared memory no huge pages unless configured (shmem_enabled is "never" by default). One page
-    # more than needed, so that the tensor can begin on a boundary; what is not touched takes no memory.
+    # more than needed, so that the tensor can begin on a boundary; untouched memory costs nothing.
     memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -whole.data_ptr() % HUGE_PAGE_BYTES
     try:
-        # Not the rest after the last whole page: it would take 2 MB however little it is.
+        # Not the rest after the last whole page: it would take 2 MB whatever its size.
         memory.madvise(mmap.MADV_HUGEPAGE, begin, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
-    except OSError as error:  # a kernel built without them, as those of small boards are
+    except OSError as error:  # a kernel without huge pages, as on small boards
         _log.debug("%d bytes are in small pages: %s", size_bytes, error)
     return whole[begin : begin + size_bytes].view(dtype)
 
@@ -66,7 +66,7 @@ _current = _Current()
 
 
 class Arena:
-    """Memory handed out front to back and taken back a scope at a time. It grows by chunks, which never move."""
+    """Memory allocated front to back and freed by scopes. It grows by chunks, which never move."""
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
@@ -89,7 +89,7 @@ class Arena:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """What is handed out within is free again afterwards."""
+        """Free what is allocated within the context when it ends."""
         mark = self._chunk, self._used_bytes
         try:
             yield
@@ -98,9 +98,9 @@ class Arena:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Results of ops that this thread calls within are handed out from here, until the next `use`.
+        """Allocate the results of this thread's ops here within the context, until the next `use`.
 
-        Not those of the torch backend: torch keeps the memory of its tensors for the next ones itself.
+        Not for the torch backend: torch caches the memory of its tensors itself.
         """
         _current.arena = self if backend.active() == "native" else None
         try:
@@ -123,7 +123,7 @@ class Plan:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
-        """Notes every kernel call this thread makes within."""
+        """Record every kernel call of this thread within the context."""
         if backend.active() != "native":
             raise RuntimeError(f"the {backend.active()} backend is active: a plan records native kernels only")
         self._native.begin()
@@ -134,10 +134,10 @@ class Plan:
             self._native.end()
 
     def replay(self, *, in_one_region: bool = True) -> None:
-        """Makes the recorded calls again, in order.
+        """Make the recorded calls again, in order.
 
-        In one parallel region: the threads stay until the last call is done. Otherwise each call wakes and joins
-        them, as it does outside a plan: for measurements of what that costs.
+        In one parallel region the threads stay until the last call is done. Otherwise each call wakes and joins them,
+        as outside a plan: for measurements of that cost.
         """
         self._native.replay(in_one_region)
 
@@ -147,7 +147,7 @@ class Plan:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor for the result of an op: from the arena this thread uses, else torch's, where the backend computes."""
+    """Return an uninitialised tensor for an op's result, from the thread's arena, or else on the backend's device."""
     arena = _current.arena
     if arena is None:
         return torch.empty(shape, dtype=dtype, device=backend.device())
@@ -155,6 +155,6 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def scope() -> contextlib.AbstractContextManager[None]:
-    """Results made within may be overwritten once it is left: a layer's, say, all but the hidden state it updates."""
+    """Free results created within the context when it ends: a layer's, except the hidden state that it updates."""
     arena = _current.arena
     return contextlib.nullcontext() if arena is None else arena.scope()

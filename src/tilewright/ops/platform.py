@@ -1,8 +1,8 @@
-"""Where models compute: all that depends on the device, in one place.
+"""Everything that depends on the device a model computes on.
 
-A platform says which backend of the ops computes and on which device, what attention runs on, how much memory there is,
-which class runs the other ranks, and whether layers are streamed. The engine, pipelines and networks ask nothing else
-about the machine. What other devices would need is in docs/devices.md.
+A platform has the backend of the ops and its device, the kind of attention, the free memory, the entry point of other
+ranks, and whether layers are streamed. The engine, pipelines and networks ask nothing else about the machine.
+docs/devices.md has what other devices would need.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ NOT_BUILT = ("mps", "xpu", "npu")
 
 @dataclass(frozen=True)
 class Platform:
-    device: str  # as torch names it, with the index of a GPU
+    device: str  # in torch's form, with the index of a GPU
     backend: str  # of the ops
-    attention: str  # what `ops.attention` runs on
-    worker: str  # the entry point of the other ranks
+    attention: str  # implementation of `ops.attention`
+    worker: str  # entry point of the other ranks
     streams_layers: bool  # whether layers are read as they compute; off by default: a CPU maps them, and keeps them all
     available_bytes: Callable[[], int]
     place: Device = HOST  # the memory of the device, and the copies to it
 
     def require_one_rank(self, tp: int | str) -> None:
-        """RequestError for several ranks on a device: they are processes of CPUs."""
+        """Raise RequestError for several ranks on a device: they are processes of CPUs."""
         if not self.place.is_host and tp != 1:
             raise RequestError(f"tp is {tp} and device {self.device}, expected 1: ranks are processes of CPUs")
 
     def require_room(self, what: str, num_bytes: int) -> None:
-        """RequestError where the device has no room for so many bytes more; a host maps what it has no room for."""
+        """Raise RequestError if the device lacks memory for `num_bytes` more; a host maps what does not fit."""
         free = self.available_bytes()
         if not self.place.is_host and num_bytes > free:
             raise RequestError(
@@ -49,9 +49,9 @@ class Platform:
 
 
 def resolve(device: str, backend: str | None = None, *, streams_layers: bool = False) -> Platform:
-    """The platform of a device; RequestError for one that is not there or not built.
+    """Return the platform of a device; RequestError if it is missing or not supported.
 
-    `backend`: None for the one that the device is used with.
+    `backend`: None for the device's default.
     """
     if backend is not None and backend not in ops_backend.NAMES:
         raise RequestError(f"backend is {backend!r}, expected {' or '.join(ops_backend.NAMES)}")
@@ -80,7 +80,7 @@ def _cuda(device: str, backend: str | None) -> Platform:
 
 
 def _require_gpu(device: str, index: int) -> None:
-    """RequestError in one line, with what would help, where torch cannot use the GPU."""
+    """Raise RequestError, in one line with a hint, if torch cannot use the GPU."""
     if torch.version.cuda is None:
         raise RequestError(
             f"device is {device!r}, and this torch ({torch.__version__}) was built without CUDA: install a torch for "

@@ -1,14 +1,15 @@
-"""Weights as quants (integers of 4 or 8 bits, or fp8) in plain torch: rounding, and what quants stand for.
+"""Weights as quants (integers of 4 or 8 bits, or fp8) in plain torch: rounding, and the values of quants.
 
-A quant q of a group of a row stands for scale * q, in formats with mins for scale * q - min, in those with zeros for
-scale * (q - zero). Scales and mins of groups are fp16, those of whole rows and of fp8 and int8_exact fp32: quants are
-chosen for the scale as it is stored. csrc/base/packed_weight.h has the same formats. Products round x by
-`quantize_rows` (csrc/kernels/linear/quantized.h), but not those of `WIDENED` formats (widened.h beside it).
+A quant q stands for scale * q, in formats with mins for scale * q - min, in those with zeros for scale * (q - zero);
+scale, min and zero are those of its group in the row. Scales and mins of groups are fp16, those of whole rows and of
+fp8 and int8_exact fp32: quants are chosen for the scale as stored. csrc/base/packed_weight.h has the same formats.
+Products round x by `quantize_rows` (csrc/kernels/linear/quantized.h), except those of `WIDENED` formats (widened.h
+beside it).
 
-Of formats with steps q stands for scale * (base + step * q), with one fp32 scale for a row, and step and base of a
-group integers, so that what is multiplied is a byte. Rows of `ROTATED` formats are rotated before they are
-rounded, and x is for the product: a value that stands out, for which a whole row would get coarse steps, is spread over
-up to 256 (csrc/base/rotate.h).
+In formats with steps q stands for scale * (base + step * q), with one fp32 scale per row, and an integer step and base
+per group, so that products are of bytes. Rows of `ROTATED` formats are rotated before they are rounded, and x is for
+the product: an outlier, which would make the steps of a whole row coarse, is spread over up to 256 values
+(csrc/base/rotate.h).
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ NAMES = (
     "int4_rotated",
 )
 WITH_ZEROS = ("uint4_zero",)
-WITH_MINS = ("int8_min", "uint4", *WITH_ZEROS)  # zeros are where others have mins
-WIDENED = ("fp8", "int8_exact")  # x is multiplied as it is
+WITH_MINS = ("int8_min", "uint4", *WITH_ZEROS)  # zeros are stored in place of mins
+WIDENED = ("fp8", "int8_exact")  # x is not rounded
 WITH_STEPS = ("int4_rotated",)
 ROTATED = ("int8_rotated", *WITH_STEPS)
-# What the codes 0 to 15 stand for; those of mxfp4 are twice e2m1, so that all are whole.
+# Values of the codes 0 to 15; those of mxfp4 are twice e2m1, so that all are integers.
 TABLES = {
     "mxfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     "iq4_nl": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
@@ -45,47 +46,47 @@ TABLES = {
 _UNSIGNED = ("fp8", "uint4", "uint4_zero", *TABLES, *WITH_STEPS)
 _FP8_MAX = 448.0
 GROUP_SIZES = (16, 32, 64, 128, 256)
-# Rows are rotated in the length that tiles fill up, in parts of a power of two up to this one.
+# Rows are rotated in their length padded to tiles, in parts of a power of two up to _MOST_ROTATED.
 _TILE_DEPTH, _MOST_ROTATED = 64, 256
 
-# Below, a group counts as zeros: 127 / max would overflow.
+# A group with smaller values counts as zeros: 127 / max would overflow.
 LEAST_MAX = 1e-30
-# How far from zero the largest value of a group of int4 is put, of -8 at most: it is cut off there where that brings
-# the others nearer. Of five such places the error of the best is 9 % below that of the first alone, on normal values.
+# Positions, in quants, tried for the largest value of a group of int4; beyond -8 it is clipped, which may bring the
+# others nearer. The error of the best of five is 9 % below that of the first alone, for normally distributed values.
 _INT4_PLACES = (8.0, 7.6, 7.2, 6.8, 9.0)
-# Of the range from the least to the largest value of a group of uint4, the parts that are tried. Each is then fitted to
-# its quants so often; together that takes 15 % off the squared error, on values of normal and of Laplace shape.
+# Fractions of the range of a group of uint4 that are tried. Each is then fitted to its quants _NUM_FITS times; together
+# that reduces the squared error by 15 % for normal and Laplace distributions.
 _UINT4_PARTS, _NUM_FITS = (1.0, 0.9, 0.82), 2
-# How many whole steps are tried, from that on which takes in all of a group.
+# Number of whole steps tried, from the one that covers all of a group.
 _NUM_STEPS = 4
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A weight [n, k] as quants and scales. `group_size`: values of a row that share a scale; 0: all of them."""
+    """A weight [n, k] as quants and scales. `group_size`: values of a row that share a scale; 0: the whole row."""
 
     name: str
     values: Tensor  # [n, k], int8; uint8 of quants without a sign, codes of tables and bits of fp8; if rotated, wider
     scales: Tensor  # [n, groups]
     mins: Tensor | None = None  # or zeros
     group_size: int = 0
-    columns: Tensor | None = None  # int32 [k]: which column of the weight each is, where they are not in order
-    k: int | None = None  # where a row, being rotated, has more quants than values
-    steps: Tensor | None = None  # int8 [n, 2 * groups]: steps and then bases. With them scales are [n, 1]
+    columns: Tensor | None = None  # int32 [k]: the weight's column of each, if they are not in order
+    k: int | None = None  # number of values in a row, if rotation has padded it to more quants
+    steps: Tensor | None = None  # int8 [n, 2 * groups]: steps, then bases; scales are then [n, 1]
 
     @property
     def scale_group(self) -> int:
-        """Quants (`quants_of`) of a row that share a scale, and values of x; 0: all of them."""
+        """Quants (`quants_of`) of a row that share a scale, as do values of x; 0: the whole row."""
         return 0 if self.steps is not None else self.group_size
 
     @property
     def shape(self) -> torch.Size:
-        """[n, k]"""
+        """Shape [n, k] of the weight."""
         return self.values.shape if self.k is None else torch.Size((len(self.values), self.k))
 
 
 def quantize(weight: Tensor, name: str, group_size: int = 0) -> Quantized:
-    """`weight` [n, k], fp32 or bf16, in the format of that name."""
+    """Return `weight` [n, k], fp32 or bf16, in the named format."""
     k = weight.shape[1]
     if name in WITH_STEPS:
         return _in_steps(_turned(weight), name, group_size, k)
@@ -126,13 +127,16 @@ def quantize(weight: Tensor, name: str, group_size: int = 0) -> Quantized:
 
 
 def rotated_length(k: int) -> int:
-    """Of a rotated row of k values."""
+    """Return the length of a rotated row of k values."""
     return -(-k // _TILE_DEPTH) * _TILE_DEPTH
 
 
 def rotate(x: Tensor) -> Tensor:
-    """x [..., k] as [..., `rotated_length`], fp32: zeros fill it up, and then columns that lie a part of the row apart
-    are added and subtracted, pairs of them, pairs of pairs and so on. Twice is x, times the size of the rotation."""
+    """Return x [..., k] rotated, as fp32 [..., `rotated_length`], padded with zeros.
+
+    Pairs of columns at a distance are added and subtracted, then pairs of pairs and so on. Rotating twice gives x times
+    the size of the rotation.
+    """
     length = rotated_length(x.shape[-1])
     rows = torch.nn.functional.pad(x.float(), (0, length - x.shape[-1])).view(-1, length)
     apart = length // _rotation_size(length)
@@ -148,21 +152,21 @@ def _rotation_size(length: int) -> int:
 
 
 def _turned(weight: Tensor) -> Tensor:
-    """A weight rotated so that its products with rotated x are those of both as they came."""
+    """Return a weight rotated so that its products with rotated x equal those of the originals."""
     return rotate(weight.float() / _rotation_size(rotated_length(weight.shape[-1])))
 
 
 def values_dtype(name: str) -> torch.dtype:
-    """Of `Quantized.values`."""
+    """Return the type of `Quantized.values`."""
     return torch.uint8 if name in _UNSIGNED else torch.int8
 
 
 def _table_scales(grouped: Tensor, name: str) -> Tensor:
-    """Scales that put the value farthest from zero at the end of a table: of mxfp4 powers of two, as its own are."""
+    """Return scales that map the value farthest from zero to the end of a table; for mxfp4 powers of two."""
     farthest = _farthest(grouped)
     if name == "iq4_nl":
         return farthest / TABLES[name][0]
-    # The exponent of the largest value less that of 12, the largest of the table.
+    # The exponent of the largest value minus that of 12, the largest of the table.
     exponents = torch.frexp(farthest.abs())[1] - 4
     return torch.where(farthest == 0, 0.0, torch.exp2(exponents.float()))
 
@@ -176,12 +180,12 @@ def _nearest(values: Tensor, name: str) -> Tensor:
 
 
 def _farthest(grouped: Tensor) -> Tensor:
-    """The value of each group that is farthest from zero."""
+    """Return the value of each group that is farthest from zero."""
     return grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))[..., 0]
 
 
 class _Best:
-    """Of several ways to round each group, the one with the least squared error: scales, mins if any, quants."""
+    """Keeps the candidate with the least squared error per group: scales, mins if any, quants."""
 
     def __init__(self) -> None:
         self.error: Tensor | None = None
@@ -200,7 +204,7 @@ class _Best:
 
 
 def _int4(grouped: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Scales and quants of the least squared error among some places for the value farthest from zero."""
+    """Return scales and quants with the least squared error among some quants for the value farthest from zero."""
     farthest = _farthest(grouped)
     best = _Best()
     for place in _INT4_PLACES:
@@ -213,7 +217,7 @@ def _int4(grouped: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _uint4(grouped: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales, mins and quants of the least squared error among parts of the range, each fitted to its quants."""
+    """Return scales, mins and quants with the least squared error among fractions of the range, fitted to quants."""
     least, most = grouped.amin(-1), grouped.amax(-1)
     mean = grouped.mean(-1)
     best = _Best()
@@ -225,7 +229,7 @@ def _uint4(grouped: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
             quants = ((grouped + mins.float()[..., None]) * _inverse(scales)).round_().clamp_(0, 15)
             error = torch.addcmul(grouped + mins.float()[..., None], quants, scales.float()[..., None], value=-1)
             best.offer(error.square_().sum(-1), scales, mins, quants)
-            # The line through the quants with the least squared error; a group of one quant keeps its own.
+            # Least-squares line through the quants; a group with a single quant keeps its own.
             centre = quants.mean(-1)
             apart = quants - centre[..., None]
             spread = apart.square().sum(-1)
@@ -236,7 +240,7 @@ def _uint4(grouped: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _in_steps(rotated: Tensor, name: str, group_size: int, k: int) -> Quantized:
-    """Steps and bases of the least squared error, in parts of a scale that takes the farthest value of a row to 127."""
+    """Return steps and bases with the least squared error, in units of a scale that maps a row's extreme to 127."""
     scales = rotated.abs().amax(-1, keepdim=True) / 127
     grouped = in_groups(rotated * _inverse(scales[:, 0]), group_size)
     least, most, mean = grouped.amin(-1), grouped.amax(-1), grouped.mean(-1)
@@ -247,7 +251,7 @@ def _in_steps(rotated: Tensor, name: str, group_size: int, k: int) -> Quantized:
         base = (least + most) * 0.5 - 7.5 * step
         for _ in range(1 + _NUM_FITS):
             base = base.round().clamp(-127, 127)
-            last = ((127 - base) / step).floor().clamp(max=15)  # the quant whose byte is the last
+            last = ((127 - base) / step).floor().clamp(max=15)  # the quant of the last byte
             quants = (grouped - base[..., None]) * (1 / step)[..., None]
             quants = torch.minimum(quants.clamp(min=0), last[..., None]).round()
             error = grouped - (quants * step[..., None] + base[..., None])
@@ -285,14 +289,14 @@ def quants_of(weight: Quantized) -> Tensor:
 
 
 def mins_of(weight: Quantized) -> Tensor | None:
-    """What is taken off scale * q, fp32 [n, groups]; None: nothing."""
+    """Return what is subtracted from scale * q, fp32 [n, groups], or None."""
     if weight.mins is None:
         return None
     return weight.mins.float() * (weight.scales.float() if weight.name in WITH_ZEROS else 1.0)
 
 
 def concatenate(parts: Sequence[Quantized]) -> Quantized:
-    """Rows of one format one after the other."""
+    """Concatenate rows of one format."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -312,7 +316,7 @@ def same_columns(one: Quantized, other: Quantized) -> bool:
 
 
 def zeros_like(weight: Quantized, num_rows: int) -> Quantized:
-    """Rows that stand for zeros, of the format and width of another weight."""
+    """Return rows of zeros in the format and width of another weight."""
 
     def zeros(part: Tensor) -> Tensor:
         return part.new_zeros(num_rows, part.shape[1])
@@ -324,7 +328,7 @@ def zeros_like(weight: Quantized, num_rows: int) -> Quantized:
 
 
 def columns_of(weight: Quantized, runs: Sequence[tuple[int, int]]) -> Quantized:
-    """Runs (first, length) of the columns, whole groups of them; those from a negative column on stand for zeros."""
+    """Return runs (first, length) of the columns, whole groups of them; runs from a negative column on are zeros."""
     size = weight.group_size
     if list(runs) == [(0, weight.shape[1])]:
         return weight
@@ -350,7 +354,7 @@ def columns_of(weight: Quantized, runs: Sequence[tuple[int, int]]) -> Quantized:
 
 
 def quantize_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """x [..., k] as products with quantised weights take it: integers [..., groups, size] in fp32, and scales.
+    """Return x [..., k] as products with quantised weights use it: integers [..., groups, size] in fp32, and scales.
 
     A NaN or an infinity makes the scale of its group a NaN.
     """
@@ -365,13 +369,13 @@ def quantize_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def in_groups(x: Tensor, group_size: int) -> Tensor:
-    """x [..., k] as [..., groups, size], the last group filled up with zeros."""
+    """Return x [..., k] as [..., groups, size], the last group padded with zeros."""
     size = group_size or x.shape[-1]
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
 
 
 def group_sizes(name: str) -> tuple[int, ...]:
-    """The groups that a format has; 0: a row is one."""
+    """Return the group sizes that a format supports; 0: the whole row."""
     if name in WIDENED:
         return (0, *(size for size in GROUP_SIZES if size % 32 == 0))
     if name in WITH_STEPS:
@@ -382,12 +386,12 @@ def group_sizes(name: str) -> tuple[int, ...]:
 
 
 def scale_dtype(name: str, group_size: int) -> torch.dtype:
-    """Of `Quantized.scales`."""
+    """Return the type of `Quantized.scales`."""
     return torch.float16 if group_size and name not in (*WIDENED, *WITH_STEPS) else torch.float32
 
 
 def stored_scale(scales: Tensor, name: str, group_size: int) -> Tensor:
-    """Scales or mins as they are kept. ValueError where one is too large for that, or not a number."""
+    """Return scales or mins as stored. ValueError if one is too large for that, or NaN."""
     kept = scales.to(scale_dtype(name, group_size))
     if not kept.is_meta and not bool(kept.isfinite().all()):
         raise ValueError(f"a scale of {scales.abs().max().item():.3g} cannot be kept as {kept.dtype}")

@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, masks, sampling, log-probabilities; kernels in csrc/kernels/sample.
+"""Turns logits into tokens: penalties, masks, sampling, log-probabilities; kernels in csrc/kernels/sample.
 
 Logits are fp32 or bf16 [B, V]. NaN is read as -inf, +inf as the largest float. No result depends on the number of
 threads or on the other rows.
@@ -14,7 +14,7 @@ from tilewright.ops.native import kernels, view, view_or_none
 
 
 class LogProbs(NamedTuple):
-    """Log-probabilities of given tokens and of the best ones."""
+    """Log-probabilities of given tokens and of the likeliest ones."""
 
     token: Tensor  # [B] fp32
     top_ids: Tensor  # [B, n] int64, best first, the lower index first among equals
@@ -36,12 +36,12 @@ def penalize(
     bias_token_ids: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """logits, changed in place for the tokens each row has seen and those it is biased towards.
+    """Apply penalties and biases to the logits in place, and return them.
 
     Row b has seen token_ids[starts[b]:starts[b + 1]], each listed once, `counts` times in its output (0: only in the
     prompt). Every one of them is divided by repetition[b] if positive, else multiplied; those of the output lose
-    frequency[b] * count + presence[b]. Then the bias list of the row is added. starts and ids int64, counts int32, the
-    rest fp32 [B]; 1, 0, 0 change nothing.
+    frequency[b] * count + presence[b]. Then the row's biases are added. starts and ids int64, counts int32, the rest
+    fp32 [B]; 1, 0, 0 change nothing.
     """
     kernels.penalize(
         view(logits),
@@ -60,9 +60,9 @@ def penalize(
 
 @op
 def mask(logits: Tensor, rows: Tensor, words: Tensor) -> Tensor:
-    """fp32 logits, changed in place: -inf for the tokens that words forbid in the rows named (int64 [R], each once).
+    """Set fp32 logits in place to -inf for the tokens that words forbid in the given rows (int64 [R], each once).
 
-    words are int32 [R, W] with a bit for each token, W * 32 of them at least V: token i is allowed in row rows[r] where
+    words are int32 [R, W] with a bit for each token, W * 32 of them at least V: token i is allowed in row rows[r] if
     bit i % 32 of words[r, i // 32] is 1.
     """
     kernels.mask(view(logits), view(rows), view(words))
@@ -80,12 +80,12 @@ def sample(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One token id per row, int64 [B], drawn with the number uniform[b] in [0, 1) (fp64).
+    """Return one token id per row, int64 [B], drawn with the number uniform[b] in [0, 1) (fp64).
 
     Of logits / temperature, top_k keeps the k largest (int64; 0: all), top_p the fewest largest with a share of p of
     those (fp32; 1: all), min_p those with min_p of the largest probability (fp32; 0: all); ties at a limit are kept.
-    The token is the first in the vocabulary where the kept mass so far exceeds uniform * all of it. Temperature 0 takes
-    the largest, the lowest index among equals. A row of only -inf or NaN gives 0.
+    The token is the first in the vocabulary where the kept mass so far exceeds uniform * all of it. Temperature 0 is
+    greedy, with the lowest index among equals. A row of only -inf or NaN gives 0.
     """
     if out is None:
         out = torch.empty(logits.shape[:1], dtype=torch.int64)
@@ -95,7 +95,7 @@ def sample(
 
 @op
 def greedy(logits: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """What `sample` gives at temperature 0: the largest of each row, int64 [B], the lowest index among equals."""
+    """Return the largest of each row, int64 [B], the lowest index among equals: `sample` at temperature 0."""
     zeros, ones = torch.zeros(len(logits)), torch.ones(len(logits))
     return sample(logits, zeros, zeros.long(), ones, zeros, zeros.double(), out=out)
 
@@ -104,7 +104,7 @@ def greedy(logits: Tensor, *, out: Tensor | None = None) -> Tensor:
 def softmax_probs(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
-    """The distribution `sample` draws from, fp32 [B, V]."""
+    """Return the distribution that `sample` draws from, fp32 [B, V]."""
     if out is None:
         out = torch.empty(logits.shape, dtype=torch.float32)
     kernels.softmax_probs(view(logits), view(temperature), view(top_k), view(top_p), view(min_p), view(out))
@@ -113,7 +113,7 @@ def softmax_probs(
 
 @op
 def log_probs(logits: Tensor, token_ids: Tensor, top_n: int) -> LogProbs:
-    """The log softmax of raw logits at token_ids [B] and at the top_n best of each row, and the tokens' ranks."""
+    """Return the log softmax of raw logits at token_ids [B] and at each row's top_n best, and the tokens' ranks."""
     rows = logits.shape[0]
     result = LogProbs(
         torch.empty(rows),

@@ -1,4 +1,4 @@
-"""The pipelines there are, by the `_class_name` of model_index.json."""
+"""The pipelines, by the `_class_name` of model_index.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tilewright.diffusion.components import Components
 from tilewright.diffusion.pipeline import Pipeline
 from tilewright.types import UnsupportedConfig
 
-# Module and class within diffusion/pipelines, imported when a checkpoint asks for it.
+# Module and class within diffusion/pipelines, imported on use.
 PIPELINES: Mapping[str, tuple[str, str]] = {
     "Flux2KleinPipeline": ("flux2", "Flux2Klein"),
     "FluxKontextPipeline": ("flux", "Flux"),
@@ -29,7 +29,7 @@ NOT_BUILT: Mapping[str, str] = {
 
 
 def open_pipeline(components: Components) -> Pipeline:
-    """The pipeline of a checkpoint; no weight is loaded yet."""
+    """Return the pipeline of a checkpoint, without loading weights."""
     name = components.class_name
     if name in NOT_BUILT:
         raise UnsupportedConfig(f"{components.folder} is of a {name}, which is not built: {NOT_BUILT[name]}")

@@ -1,4 +1,4 @@
-"""FLUX.1 schnell, dev and Kontext: T5 reads the prompt, CLIP sums it up, text and picture are one sequence."""
+"""FLUX.1 schnell, dev and Kontext: T5 encodes the prompt, CLIP pools it, text and picture are one sequence."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tilewright.models.text_encoders import clip, t5
 
 _log = logging.getLogger(__name__)
 
-NUM_TEXT = 512  # tokens that the transformer reads, padding included: it was trained so
+NUM_TEXT = 512  # tokens that the transformer reads, padding included, as in training
 PATCH = 2  # latent pixels along a side of a token
-# Width and height of the pictures that Kontext was trained to edit: the one of the nearest shape is taken.
+# Sizes of the pictures that Kontext was trained to edit: the one of the nearest shape is used.
 KONTEXT_SIZES = (
     *((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104)),
     (1024, 1024),
@@ -83,7 +83,7 @@ class Flux(Pipeline):
         )
 
     def is_guided(self, params: GenerationParams) -> bool:
-        return False  # the transformer is told the guidance, and computes once
+        return False  # guidance is an input of the transformer, which computes once
 
     def encode_prompt(self, params: GenerationParams) -> FluxConditioning:
         if params.guidance and not self.config.is_told_guidance:
@@ -97,7 +97,7 @@ class Flux(Pipeline):
         for ids in t5_ids:
             check_length(ids, NUM_TEXT)
         clip_ids = [self.clip_tokenizer.encode(text, add_special_tokens=True) for text in texts]
-        # What CLIP reads stops at the first end: padding after it would change nothing.
+        # CLIP's input ends at the first end token: padding after it would change nothing.
         clip_ids = [cut(ids, self.max_clip_tokens, self.clip_tokenizer, "CLIP") for ids in clip_ids]
         with self.components.use("text_encoder") as encoder:
             pooled = encoder.pool(clip_ids)
@@ -159,10 +159,10 @@ class Flux(Pipeline):
 
 
 def _tokens(latents: Tensor) -> Tensor:
-    """[n, tokens, 4 C] of latents [n, 1, h, w, C], row by row: diffusers' layout."""
+    """Return [n, tokens, 4 C] of latents [n, 1, h, w, C], row by row: diffusers' layout."""
     return patchify(latents[:, 0], PATCH).flatten(1, 2)
 
 
 def _latents(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The reverse."""
+    """Invert `_tokens`."""
     return unpatchify(tokens.unflatten(1, grid), PATCH)[:, None].contiguous()

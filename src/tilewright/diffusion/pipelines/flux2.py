@@ -1,4 +1,4 @@
-"""FLUX.2 klein: Qwen3 reads the prompt, pictures to edit stand beside the one that is made."""
+"""FLUX.2 klein: Qwen3 encodes the prompt, pictures to edit are tokens beside the generated one."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from tilewright.models.text_encoders import decoder_encoder
 
 _log = logging.getLogger(__name__)
 
-NUM_TEXT = 512  # tokens that the transformer reads, padding included: it was trained so
+NUM_TEXT = 512  # tokens that the transformer reads, padding included, as in training
 HIDDEN_LAYERS = (9, 18, 27)
 MAX_REFERENCES = 10
 MAX_REFERENCE_PIXELS = 1024 * 1024
-# Pictures to edit stand this far from one another, and from the one that is made, on the axis of pictures.
+# Distance between pictures on their axis: the generated one is at 0, pictures to edit follow.
 REFERENCE_STRIDE = 10
 
 
 @dataclass(frozen=True)
 class Flux2Conditioning:
-    texts: tuple[Tensor, ...]  # [NUM_TEXT, D] of the prompt, then of the negative one where there is guidance
+    texts: tuple[Tensor, ...]  # [NUM_TEXT, D] of the prompt, then of the negative one if there is guidance
     references: tuple[Tensor, ...]  # latents [1, 1, h, w, C] of the pictures to edit
 
 
@@ -102,7 +102,7 @@ class Flux2Klein(Pipeline):
         n, _, height, width, _ = latents.shape
         mu = empirical_shift(height * width, params.num_steps)
         schedule = flow_match_schedule(self.scheduler, params.num_steps, mu=mu, sigmas=linear_sigmas(params.num_steps))
-        # Prompt and negative prompt in one batch, in the steps that are guided.
+        # Prompt and negative prompt are one batch in steps with guidance.
         texts = torch.stack(conditioning.texts)
         sides = [len(texts) if params.is_guided(sigma) else 1 for sigma in schedule.sigmas[:-1]]
         positions = torch.cat([grid_positions(0, height, width), *_positions(conditioning.references)], dim=1)
@@ -136,9 +136,9 @@ class Flux2Klein(Pipeline):
 
 
 def empirical_shift(num_tokens: int, num_steps: int) -> float:
-    """mu, as measured for the model: lines over the tokens of a picture, one for 10 steps and one for 200.
+    """Return mu, as measured for the model: lines over the tokens of a picture, one for 10 steps and one for 200.
 
-    Between them it is interpolated; large pictures have that of 200 whatever the steps.
+    It is interpolated between them; large pictures use the line of 200 for any number of steps.
     """
     of_200 = 0.00016927 * num_tokens + 0.45666666
     if num_tokens > 4300:
@@ -148,10 +148,10 @@ def empirical_shift(num_tokens: int, num_steps: int) -> float:
 
 
 def _tokens(latents: Tensor) -> Tensor:
-    """[n, tokens, C] of latents [n, 1, h, w, C]."""
+    """Return [n, tokens, C] of latents [n, 1, h, w, C]."""
     return latents.flatten(1, 3)
 
 
 def _positions(references: tuple[Tensor, ...]) -> list[Tensor]:
-    """Of the tokens of each picture to edit."""
+    """Return the positions of the tokens of each picture to edit."""
     return [grid_positions(REFERENCE_STRIDE * i, *latents.shape[2:4]) for i, latents in enumerate(references, start=1)]

@@ -1,4 +1,4 @@
-"""Pictures by Qwen-Image: text through Qwen2.5-VL, guided only where there is a negative prompt."""
+"""Qwen-Image: Qwen2.5-VL encodes the prompt; guidance only with a negative prompt."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
-NUM_TEMPLATE_TOKENS = 34  # before the prompt: the transformer does not see them
+NUM_TEMPLATE_TOKENS = 34  # before the prompt: not passed to the transformer
 MAX_TEXT_TOKENS = 1024
 PATCH = 2  # latent pixels along a side of a patch
 
 
 @dataclass(frozen=True)
 class QwenImageConditioning:
-    texts: list[Tensor]  # [M, D] of the prompt, then of the negative one where there is guidance
+    texts: list[Tensor]  # [M, D] of the prompt, then of the negative one if there is guidance
     references: References | None = None  # pictures to edit
 
 
@@ -117,19 +117,19 @@ class QwenImage(Pipeline):
 
 
 def _guided(velocity: Tensor, without: Tensor, guidance: float) -> Tensor:
-    """Away from the negative prompt, and as long in each patch as the prompt's own velocity."""
+    """Move away from the negative prompt, keeping the length of the prompt's own velocity in each patch."""
     guided = without + guidance * (velocity - without)
     return guided * (velocity.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
 
 def patches_of(latents: Tensor) -> Tensor:
-    """[n, N, 4C] of latents [n, 1, h, w, C]: of each patch its channels, each 2 x 2. diffusers' layout."""
+    """Return [n, N, 4C] of latents [n, 1, h, w, C]: a patch's channels, each 2 x 2. diffusers' layout."""
     n, _, height, width, channels = latents.shape
     blocks = latents.view(n, height // PATCH, PATCH, width // PATCH, PATCH, channels)
     return blocks.permute(0, 1, 3, 5, 2, 4).reshape(n, -1, channels * PATCH**2)
 
 
 def _pictures(patches: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The reverse."""
+    """Invert `patches_of`."""
     blocks = patches.view(len(patches), *grid, -1, PATCH, PATCH).permute(0, 1, 4, 2, 5, 3)
     return torch.flatten(blocks.flatten(3, 4), 1, 2)[:, None].contiguous()

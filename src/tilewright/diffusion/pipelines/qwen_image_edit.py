@@ -1,6 +1,6 @@
-"""Qwen-Image-Edit: Qwen2.5-VL reads the prompt and sees the pictures, whose latents are rows beside what is made.
+"""Qwen-Image-Edit: Qwen2.5-VL reads the prompt with the pictures, whose latents are rows beside the generated one's.
 
-The later releases (Edit-Plus) take several pictures, and the text encoder sees smaller ones.
+The later releases (Edit-Plus) accept several pictures, and show smaller ones to the text encoder.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ TEMPLATE = (
     "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
-NUM_TEMPLATE_TOKENS = 64  # before the first picture: the transformer does not see them
-AREA = 1024 * 1024  # of what is made, and of pictures as the VAE reads them
-SEEN_AREA = 384 * 384  # of pictures as the text encoder of Edit-Plus sees them; the first release sees AREA
-MAX_PICTURES = 3  # of Edit-Plus: what it was trained with
+NUM_TEMPLATE_TOKENS = 64  # before the first picture: not passed to the transformer
+AREA = 1024 * 1024  # of the generated picture, and of the VAE's inputs
+SEEN_AREA = 384 * 384  # of the text encoder's inputs in Edit-Plus; the first release uses AREA
+MAX_PICTURES = 3  # of Edit-Plus, as in training
 
 
 class QwenImageEdit(QwenImage):
@@ -82,7 +82,7 @@ class QwenImageEdit(QwenImage):
         return QwenImageConditioning(texts, References(torch.cat([patches_of(one)[0] for one in latents]), grids))
 
     def _encode_seeing(self, prompts: Sequence[str], given: Sequence[Image.Image]) -> list[Tensor]:
-        """[M, D] of each prompt, with what is seen of the pictures."""
+        """Return hidden states [M, D] of each prompt, with the pictures' features."""
         tokenizer = self.components.tokenizer()
         seen = [_resized(picture, SEEN_AREA if self.takes_several else AREA) for picture in given]
         sizes = [picture_size(one.height, one.width, self.preprocessing, "image") for one in seen]
@@ -100,7 +100,7 @@ class QwenImageEdit(QwenImage):
     def _ids(
         self, prompt: str, grids: Sequence[tuple[int, int]], tokenizer: Tokenizer, encoder: SeeingEncoder
     ) -> list[int]:
-        """The prompt in its template, with as many tokens for each picture as it has features."""
+        """Return the prompt in its template, with as many tokens for each picture as it has features."""
         shown = PICTURE
         if self.takes_several:
             shown = "".join(f"Picture {number}: {PICTURE}" for number in range(1, len(grids) + 1))
@@ -115,7 +115,7 @@ class QwenImageEdit(QwenImage):
         return expanded
 
     def _patches(self, picture: Image.Image, size: tuple[int, int]) -> Tensor:
-        """[N, 3 P P], fp32, of the picture in that height and width."""
+        """Return patches [N, 3 P P], fp32, of the picture at that height and width."""
         return self.preprocessing.patches(torch.from_numpy(np.array(picture)), size, dtype=torch.float32)
 
 

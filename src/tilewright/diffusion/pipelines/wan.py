@@ -1,8 +1,7 @@
-"""Videos by Wan 2.1 and 2.2: from a text, or from a text and the picture that the video begins with.
+"""Wan 2.1 and 2.2: videos from a text, or from a text and the picture that the video begins with.
 
-Wan 2.2 TI2V begins with a picture by keeping its latents as the first frame, which stands at timestep 0. Wan 2.2 I2V
-reads the picture as more channels of the latents. The 14B models of 2.2 are two transformers: one for high noise, and
-one for low.
+Wan 2.2 TI2V keeps a picture's latents as the first frame, at timestep 0. Wan 2.2 I2V reads the picture as further
+channels of the latents. The 14B models of 2.2 have two transformers: one for high noise, and one for low.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from tilewright.models.text_encoders import t5
 from tilewright.models.wan import WanText, WanTransformer
 from tilewright.types import UnsupportedConfig
 
-TEXT_TOKENS = 512  # the transformer reads as many rows of any text, those after its end as zeros
+TEXT_TOKENS = 512  # rows of any text that the transformer reads, zeros after its end
 
 
 @dataclass(frozen=True)
 class WanConditioning:
-    texts: list[Tensor]  # [TEXT_TOKENS, D] of the prompt, then of the negative one where there is guidance
-    picture: Tensor | None  # the latents that the video begins with, or the channels that tell of the picture
+    texts: list[Tensor]  # [TEXT_TOKENS, D] of the prompt, then of the negative one if there is guidance
+    picture: Tensor | None  # latents that the video begins with, or channels with the picture
 
 
 class Wan(Pipeline):
@@ -104,7 +103,7 @@ class Wan(Pipeline):
                 return vae.encode(picture)
             rest = picture.new_zeros(1, params.num_frames - 1, *picture.shape[2:])
             latents = vae.encode(torch.cat([picture, rest], dim=1)).float()
-        # For each frame of the video that a latent frame stands for, whether it is given: those of the first are.
+        # Whether each of a latent frame's video frames is given: those of the first latent frame are.
         is_given = latents.new_zeros(*latents.shape[:-1], self.temporal)
         is_given[:, 0] = 1
         return torch.cat([is_given, latents], dim=-1)
@@ -139,7 +138,7 @@ class Wan(Pipeline):
         return self._with_first_frame(latents, conditioning.picture)
 
     def _seen(self, latents: Tensor, timestep: float, picture: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What the transformer reads, and its timesteps: of each video, or of each frame."""
+        """Return the transformer's input, and its timesteps, of each video or of each frame."""
         timesteps = torch.full(latents.shape[:1], timestep, device=latents.device)
         if picture is None:
             return latents, timesteps
@@ -159,20 +158,20 @@ class Wan(Pipeline):
             return np.concatenate([to_pixels(vae.decode(video)) for video in latents.split(1)])
 
     def preview(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
-        """Of the first frame alone: a preview is to cost little."""
+        """Return previews of the first frame alone, which are cheap."""
         return super().preview(latents[:, :1], params)
 
     def exported(self, latents: Tensor) -> Tensor:
         return latents.permute(0, 4, 1, 2, 3).contiguous()
 
     def transformer_at(self, timestep: float) -> str:
-        """The component that a step at this timestep asks."""
+        """Return the component that computes a step at this timestep."""
         train = self.scheduler.get("num_train_timesteps", 1000)
         return "transformer" if self.boundary is None or timestep >= self.boundary * train else "transformer_2"
 
 
 class _Experts:
-    """A transformer with the texts as it reads them; one at a time is in use."""
+    """The transformer in use, and its inputs from the texts; only one is in memory."""
 
     def __init__(self, components: Components, stack: contextlib.ExitStack, texts: Sequence[Tensor]) -> None:
         self._components, self._stack, self._texts = components, stack, texts
@@ -189,7 +188,7 @@ class _Experts:
 
 
 def _cleaned(prompt: str) -> str:
-    """The prompt as the models were trained: no HTML entities, also doubled ones, and single spaces."""
+    """Normalise the prompt as in training: resolve HTML entities, also doubled ones, and collapse spaces."""
     return " ".join(html.unescape(html.unescape(prompt)).split())
 
 

@@ -1,4 +1,4 @@
-"""Z-Image and Z-Image-Turbo: Qwen3 reads the prompt, one stream of picture and caption, FLUX's VAE."""
+"""Z-Image and Z-Image-Turbo: Qwen3 encodes the prompt, one stream of picture and caption, FLUX's VAE."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tilewright.models.text_encoders import decoder_encoder
 from tilewright.models.z_image import LENGTH_MULTIPLE, ZImageConfig
 
 MAX_PROMPT_TOKENS = 512
-# The distilled model is published with this shift, and makes its pictures in few steps without guidance.
+# The distilled model is published with this shift, and needs few steps and no guidance.
 TURBO_SHIFT = 3.0
 
 
 @dataclass(frozen=True)
 class ZImageConditioning:
-    captions: tuple[Tensor, ...]  # [L, D] of the prompt, then of the negative one where there is guidance
+    captions: tuple[Tensor, ...]  # [L, D] of the prompt, then of the negative one if there is guidance
 
 
 class ZImage(Pipeline):
@@ -71,7 +71,7 @@ class ZImage(Pipeline):
         sigmas = linear_sigmas(params.num_steps)
         schedule = flow_match_schedule(self.scheduler, params.num_steps, mu=mu, sigmas=sigmas)
         captions = conditioning.captions
-        # Picture and negative prompt in one batch, in the steps that are guided.
+        # Prompt and negative prompt are one batch in steps with guidance.
         sides = [len(captions) if params.is_guided(sigma) else 1 for sigma in schedule.sigmas[:-1]]
         caches = {num_sides: StepCache(params.step_cache) for num_sides in sides}
         with self.components.use("transformer") as transformer:
@@ -111,6 +111,6 @@ def _limits(config: ZImageConfig, vae_factor: int, scheduler: Mapping[str, Any])
         default_steps=8 if is_turbo else 50,
         default_guidance=0.0 if is_turbo else 5.0,
         max_side=max_side,
-        # The picture stands one behind its caption, which is padded.
+        # On its axis the picture comes after its padded caption.
         max_prompt_tokens=min(MAX_PROMPT_TOKENS, (frames - 2) // LENGTH_MULTIPLE * LENGTH_MULTIPLE),
     )
