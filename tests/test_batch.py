@@ -294,7 +294,7 @@ def test_answers_of_another_model_are_not_gone_on_with(text_model, tmp_path, out
         ([{**chat("a", "Hello"), "body": "Hello"}], "line 1: body is 'Hello'"),
         (
             ["", chat("a", "Hello"), "", chat("b", "Hello"), chat("a", "Bye")],
-            "line 5: custom_id 'a' is also that of line 2",
+            "line 5: custom_id 'a' is also in line 2",
         ),
         (["[" * 100_000], "line 1: it has lists and objects in more than 201 levels, the limit"),
         (['{"body": ' + "1" * 5000 + "}"], "line 1: it has an integer of 5000 digits, the limit is 4300"),

@@ -161,9 +161,9 @@ def test_names_of_formats():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "questions.jsonl:1 is no JSON"),
-        ("[]", "is no object"),
-        ('{"image": "none.png", "question": "?", "answer": "a"}', "none.png is no file"),
+        ("{", "questions.jsonl:1 is not JSON"),
+        ("[]", "is not an object"),
+        ('{"image": "none.png", "question": "?", "answer": "a"}', "none.png does not exist"),
         ('{"image": "a.png", "question": "", "answer": "a"}', "question is '', expected text"),
         ('{"image": "a.png", "question": "?", "answer": [1]}', r"answer is \[1\], expected text, or a list"),
         ("", "has no questions"),
@@ -185,7 +185,7 @@ def test_a_set_that_cannot_be_asked(line, message, tmp_path):
         (("--text", "{text}", "--window", "600"), "--window is 600, expected at most 511"),
         (("--text", "{text}", "--quantize", "int3"), "quantize is 'int3'"),
         (("--text", "{text}", "--quantize", "none/int3"), "kv_cache_dtype is 'int3'"),
-        (("--pictures", "{set}"), "takes no pictures"),
+        (("--pictures", "{set}"), "accepts no pictures"),
     ],
 )
 def test_what_cannot_be_measured_is_told(arguments, message, run, text_model, text_file, tmp_path):

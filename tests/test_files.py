@@ -299,7 +299,7 @@ def test_where_outputs_go(tmp_path):
     files.write_bytes(nowhere, b"abc")
     with pytest.raises(RequestError, match="cannot be written: No space left on device"):
         files.write_bytes(put(full, tmp_path / "full"), b"abc")
-    with pytest.raises(RequestError, match="cannot be written: it is a pipe that nobody reads"):
+    with pytest.raises(RequestError, match="cannot be written: it is a pipe without a reader"):
         files.write_bytes(put(pipe, tmp_path / "pipe"), b"abc")
     read = []
     reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))

@@ -18,8 +18,8 @@ PAGE = b"\xef\xbb\xbf\n<!DOCTYPE html>\n<html><body>404 Not Found</body></html>"
 ZIP = b"PK\x03\x04" + bytes(60)
 WRONG = [
     (POINTER, "is a Git LFS pointer, not the file itself: run `git lfs pull`"),
-    (PAGE, "is an HTML page, as a failed or refused download leaves it"),
-    (ZIP, "is a ZIP archive, as pickled PyTorch weights are"),
+    (PAGE, "is an HTML page, probably of a failed or refused download"),
+    (ZIP, "is a ZIP archive, such as pickled PyTorch weights"),
 ]
 
 

@@ -71,7 +71,7 @@ def test_where_the_system_forbids_it_a_warning_tells_and_the_rank_computes(capfd
     assert told["memory_policy"] in ("default", None)
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2, lines
-    assert lines[0].startswith("rank 1: WARNING tilewright.host.binding: rank 1 runs where the system likes")
+    assert lines[0].startswith("rank 1: WARNING tilewright.host.binding: rank 1 is not bound to")
     assert "(set_mempolicy: Operation not permitted)" in lines[1]
 
 

@@ -190,7 +190,7 @@ def test_threads_that_the_user_asks_for_are_not_bounded_by_the_quota():
     assert [rank.num_threads for rank in plan.ranks] == [4, 4]
     assert plan.warnings == [
         "the control group allows the time of 4 CPUs, but TILEWRIGHT_NUM_THREADS asks for 8 threads on 2 ranks: "
-        "they will be held up"
+        "they will be throttled"
     ]
 
 

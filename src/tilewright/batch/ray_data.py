@@ -1,4 +1,4 @@
-"""A batch over several machines: Ray Data brings blocks of requests to workers, and to another if one is lost."""
+"""Runs a batch on several machines: Ray Data sends blocks of requests to workers, again if a worker is lost."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tilewright.batch.requests import LinePlace, RequestFile
 from tilewright.batch.work import BatchActor, Block, Totals, WorkerSettings, rows_of
 from tilewright.types import RequestError
 
-# At once on a worker: one is about to end when the next begins, so that the engine is not idle in between.
+# Blocks at once on a worker: one begins while the other ends, so that the engine is not idle in between.
 BLOCKS_AT_ONCE = 2
-# Of all requests for each worker, so that none of them has much left to do when the others are done.
+# Blocks of all requests per worker, so that no worker has much left to do when the others are done.
 BLOCKS_PER_WORKER = 4
-# A request that ends its worker must not end one after the other for ever.
+# A request that crashes its worker must not crash workers for ever.
 MAX_RETRIES = 3
 
 
 class WorkersLost(Exception):
-    """Workers ended again and again with the same requests."""
+    """Workers ended repeatedly with the same requests."""
 
 
 class BlockWriter:
-    """Writes answers, each once: a block that was nearly done when its worker was lost is answered again."""
+    """Writes each answer once, although the whole block of a lost worker is answered again."""
 
     def __init__(self, requests: RequestFile, append: Callable[[Mapping[str, Any]], None], totals: Totals) -> None:
         self._requests = requests
@@ -48,10 +48,10 @@ class BlockWriter:
 
 
 async def answer_all(requests: RequestFile, writer: BlockWriter, settings: WorkerSettings, concurrency: int) -> None:
-    """Returns when all requests are done. RequestError or WorkersLost, with the reason, if they cannot be.
+    """Answer all requests; raise RequestError or WorkersLost, with the reason, if that fails.
 
-    `concurrency` is the number of requests at once on one worker. The blocks come from a thread that ends with the
-    connection to Ray, also when this is cancelled.
+    `concurrency` is the number of requests at once per worker. A thread receives the blocks; it ends with the
+    connection to Ray, also when this function is cancelled.
     """
     loop = asyncio.get_running_loop()
     arriving: asyncio.Queue[Block | Exception | None] = asyncio.Queue()
@@ -75,7 +75,7 @@ async def answer_all(requests: RequestFile, writer: BlockWriter, settings: Worke
 
 
 def num_per_block(num_requests: int, num_workers: int, concurrency: int) -> int:
-    """How many requests a block has."""
+    """Return the number of requests per block."""
     share = -(-num_requests // (BLOCKS_PER_WORKER * num_workers))
     return max(1, min(share, concurrency // BLOCKS_AT_ONCE))
 
@@ -118,7 +118,7 @@ def _worker_options() -> dict[str, Any]:
 
 
 def _known(error: Exception) -> Exception:
-    """The error of ours that Ray wraps, or that a worker was lost too often."""
+    """Return the RequestError that Ray has wrapped, else WorkersLost."""
     refusals = re.findall(r"RequestError: (.+)", str(error))
     if refusals:
         return RequestError(refusals[-1])

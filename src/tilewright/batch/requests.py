@@ -1,7 +1,7 @@
-"""The input of a batch: one request per line, all checked before the batch starts, then read again one by one.
+"""The input of a batch: one request per line. All are checked before the batch starts, then read again one by one.
 
-Media named by path are allowed or refused here. Requests are found by custom_id in files of millions of lines through
-digests in arrays, 24 bytes each.
+Paths of media are resolved here. In files of millions of lines, requests are found by custom_id through arrays of
+digests, 24 bytes each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_PATH = 4096  # characters; longer text is base64 without its "data:"
 
 
 class PathGate:
-    """Turns paths into file:// URLs for the gate behind it; relative paths are relative to `folder`."""
+    """Turns paths, relative to `folder`, into file:// URLs for the gate behind it."""
 
     def __init__(self, gate: Gate, folder: Path) -> None:
         self._gate = gate
@@ -62,7 +62,7 @@ def _is_path(text: str) -> bool:
 
 
 class IdIndex:
-    """Numbers ids in the order they are added, then finds them by a digest of 128 bits, which no two ids share."""
+    """Numbers ids in the order of addition, then finds them by a digest of 128 bits, taken as unique."""
 
     def __init__(self) -> None:
         self._added = array("Q")
@@ -73,7 +73,7 @@ class IdIndex:
         self._added.extend(_digest(custom_id))
 
     def sort(self) -> tuple[int, int] | None:
-        """Prepares `find`; returns the numbers of two equal ids, if there are any."""
+        """Prepare `find`; return the numbers of two equal ids if there are any."""
         halves = np.frombuffer(self._added, np.uint64).reshape(-1, 2)
         self._order = np.lexsort((halves[:, 1], halves[:, 0]))
         self._halves = halves[self._order]
@@ -86,7 +86,7 @@ class IdIndex:
         return int(self._order[first]), int(self._order[first + 1])
 
     def find(self, custom_id: str) -> int | None:
-        """The number of an id."""
+        """Return the number of an id; None if it was not added."""
         high, low = (np.uint64(half) for half in _digest(custom_id))
         place = int(np.searchsorted(self._halves[:, 0], high))
         while place < len(self._halves) and self._halves[place, 0] == high:
@@ -97,13 +97,13 @@ class IdIndex:
 
 
 def _digest(custom_id: str) -> tuple[int, int]:
-    # JSON can hold a lone surrogate, UTF-8 cannot.
+    # JSON can contain a lone surrogate, UTF-8 cannot.
     digest = hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
 
 MAX_ID_CHARACTERS = 512
-MAX_MODELS = 100  # different names in one file
+MAX_MODELS = 100  # different names per file
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,12 @@ class BatchRequest:
 
     @property
     def id(self) -> str:
-        """Its id in the output: equal for equal requests, so that answers to a changed request are noticed."""
+        """The request's id in the output: a hash of its content, which detects answers to a changed request."""
         return f"batch_req_{self.fingerprint:016x}"
 
 
 def parse(line: bytes, urls: Collection[str]) -> BatchRequest:
-    """The Request of a line; RequestError if it is invalid."""
+    """Return the request of a line; raise RequestError if it is invalid."""
     fields = parse_json(line, "it")
     if not isinstance(fields, dict):
         raise RequestError("it is not an object")
@@ -135,14 +135,14 @@ def parse(line: bytes, urls: Collection[str]) -> BatchRequest:
         raise RequestError(f"url is {url!r:.60}, expected {' or '.join(urls)}")
     if not isinstance(body, dict):
         raise RequestError(f"body is {body!r:.60}, expected an object")
-    # Serialized again, so that spaces and the order of keys do not matter.
+    # Serialized again: spaces and the order of keys do not matter.
     content = json.dumps([custom_id, url, body], sort_keys=True).encode()
     fingerprint = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
     return BatchRequest(custom_id, url, body, fingerprint)
 
 
 class LinePlace(NamedTuple):
-    """Where a request is in its file."""
+    """The place of a request in its file."""
 
     number: int
     offset: int
@@ -150,7 +150,7 @@ class LinePlace(NamedTuple):
 
 
 def read_request(file: BinaryIO, place: LinePlace, urls: Collection[str], max_line_bytes: int) -> BatchRequest:
-    """The request at a place; RequestError if another is there now."""
+    """Return the request at a place; raise RequestError if the file has changed."""
     file.seek(place.offset)
     try:
         request = parse(file.readline(max_line_bytes + 2), urls)
@@ -162,16 +162,16 @@ def read_request(file: BinaryIO, place: LinePlace, urls: Collection[str], max_li
 
 
 class RequestFile:
-    """Requests in a file, with unique ids. Each takes 17 bytes of memory, and 24 more until `left` is called."""
+    """Requests in a file, with unique ids. Each needs 17 bytes of memory, and 24 more until `left` is called."""
 
     def __init__(self, path: Path, urls: Collection[str], max_line_bytes: int) -> None:
-        """Reads the whole file once; RequestError names the first invalid line."""
+        """Read and check the whole file; raise RequestError for the first invalid line."""
         self.path = path
         self._urls = urls
         self._max_line_bytes = max_line_bytes
         self._offsets = array("q")
         self._fingerprints = array("Q")
-        self.models: dict[str, int] = {}  # names of models, and the first line of each
+        self.models: dict[str, int] = {}  # model name -> its first line
         self._file = _open(path)
         try:
             self._index: IdIndex | None = self._scan()
@@ -191,7 +191,7 @@ class RequestFile:
         self._file.close()
 
     def mark_done(self, custom_id: str, request_id: str) -> None:
-        """Marks a request as done; RequestError if the request of that `request_id` was another."""
+        """Mark a request as done; raise RequestError if `request_id` belongs to a different request."""
         assert self._index is not None, "left() was called"
         number = self._index.find(custom_id)
         if number is None:
@@ -204,7 +204,7 @@ class RequestFile:
         self.num_done += 1
 
     def finish(self, number: int) -> bool:
-        """Marks the request with this number as done; False if it was, and this answer to it is one too many."""
+        """Mark the request with this number as done; return False if it already was."""
         if self._is_done[number]:
             return False
         self._is_done[number] = True
@@ -212,12 +212,12 @@ class RequestFile:
         return True
 
     def left(self) -> Iterator[BatchRequest]:
-        """The requests that are not done, in order."""
+        """Yield the requests that are not done, in order."""
         for place in self.places_left():
             yield self._read(place)
 
     def places_left(self) -> Iterator[LinePlace]:
-        """Where the requests are that are not done, in order."""
+        """Yield the places of requests that are not done, in order."""
         self._index = None
         for number, is_done in enumerate(self._is_done):
             if not is_done:
@@ -245,13 +245,13 @@ class RequestFile:
             first, second = (self._offsets[number] for number in duplicates)
             custom_id = self._read(self._place(duplicates[0])).custom_id
             raise RequestError(
-                f"{self.path}, line {self._line_number(second)}: custom_id {custom_id!r:.60} is also that of line "
+                f"{self.path}, line {self._line_number(second)}: custom_id {custom_id!r:.60} is also in line "
                 f"{self._line_number(first)}, expected unique ids"
             )
         return index
 
     def _lines(self) -> Iterator[tuple[int, int, bytes]]:
-        """(line number, offset, line) of every line that is not blank."""
+        """Yield (line number, offset, line) of every line that is not blank."""
         offset = line_number = 0
         while line := self._file.readline(self._max_line_bytes + 2):
             line_number += 1
@@ -269,7 +269,7 @@ class RequestFile:
         name = request.body.get("model")
         if isinstance(name, str) and name not in self.models:
             if len(self.models) == MAX_MODELS:
-                raise RequestError(f"model is {name!r:.60}, one name more than the {MAX_MODELS} a batch may have")
+                raise RequestError(f"model is {name!r:.60}, the file names more than {MAX_MODELS} models, the limit")
             self.models[name] = line_number
 
     def _line_number(self, offset: int) -> int:
@@ -283,6 +283,6 @@ class RequestFile:
 
 def _open(path: Path) -> BufferedReader:
     try:
-        return files.open_regular(path)  # read twice, which a pipe does not allow
+        return files.open_regular(path)  # the file is read twice, which a pipe does not allow
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""The output of a batch: one line per request, also after a run that was interrupted."""
+"""The output of a batch: one line per request, appended to across interrupted runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tilewright.server.http.bodies import to_json
 from tilewright.types import RequestError
 
 SYNC_INTERVAL_S = 5.0
-MAX_LINE_BYTES = 1 << 30  # of a file that is resumed: an answer with log-probabilities of a long context has half
+MAX_LINE_BYTES = 1 << 30  # of a resumed file: log-probabilities of a long context take half of it
 _PIECE_BYTES = 1 << 16
 _ZEROS = bytes(_PIECE_BYTES)
-# Python's splitlines ends a line at these, and many read such files with it; JSON escapes the other line ends.
+# Line ends of Python's splitlines, with which many read such files; JSON escapes the others.
 _LINE_ENDS = "\x85\u2028\u2029"
 _BEGINNING = b'{"id":"batch_req_'  # of each line
 
@@ -31,7 +31,7 @@ class ResultEntry(NamedTuple):
 
     line_number: int
     offset: int
-    is_damaged: bool = False  # by a power failure; the other fields are unknown
+    is_damaged: bool = False  # by a power failure; the fields below are unknown
     custom_id: str = ""
     id: str = ""
     status: int = 0
@@ -39,16 +39,16 @@ class ResultEntry(NamedTuple):
 
 
 def record(custom_id: str, id: str, request_id: str, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of the output, in OpenAI's format."""
+    """Return a line of the output, in OpenAI's format."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return {"id": id, "custom_id": custom_id, "response": response, "error": None}
 
 
 class ResultFile:
-    """Lines in a file that one process at a time appends to.
+    """Lines in a file, to which one process at a time appends.
 
-    A killed process leaves an incomplete last line at worst. A power failure may lose, or fill with zeros, what was
-    written after the last sync. `entries` and `remove` repair both when the batch is resumed.
+    A killed process leaves an incomplete last line at worst. A power failure may lose data since the last sync, or fill
+    it with zeros. `entries` and `remove` repair both when the batch is resumed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +62,7 @@ class ResultFile:
         os.close(self._descriptor)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Appends a line, completely or not at all; syncs every SYNC_INTERVAL_S."""
+        """Append a line, completely or not at all; sync every SYNC_INTERVAL_S."""
         text = to_json(line)
         for character in _LINE_ENDS:
             text = text.replace(character.encode(), f"\\u{ord(character):04x}".encode())
@@ -79,7 +79,7 @@ class ResultFile:
             self.sync()
 
     def sync(self) -> None:
-        """Waits until the lines are on disk."""
+        """Wait until the lines are on disk."""
         try:
             os.fsync(self._descriptor)
         except OSError as error:
@@ -91,7 +91,7 @@ class ResultFile:
         self._size_bytes = 0
 
     def entries(self) -> Iterator[ResultEntry]:
-        """The lines of the file; an incomplete last one is truncated. RequestError if it is not a batch's output."""
+        """Yield the lines; remove an incomplete last one. Raise RequestError if the file is not a batch's output."""
         offset = 0
         with open(self._descriptor, "rb", closefd=False) as file:
             file.seek(0)
@@ -104,7 +104,7 @@ class ResultFile:
                 offset += size_bytes
 
     def remove(self, offsets: Sequence[int]) -> None:
-        """Removes the lines at these ascending offsets; a copy without them replaces the file atomically."""
+        """Remove the lines at these ascending offsets; a copy without them replaces the file atomically."""
         path = self.path.with_name(f".{self.path.name}.new")
         descriptor = _open_locked(path)
         removed = iter([*offsets, -1])
@@ -130,7 +130,7 @@ class ResultFile:
     def _lines(self, file: BufferedReader) -> Iterator[tuple[bytes, int]]:
         """Yield each line and its size in the file.
 
-        Of many zeros in a row some are left out: after a power failure, and in a sparse file, there may be gigabytes.
+        Long runs of zeros are shortened: after a power failure, or in a sparse file, there may be gigabytes.
         """
         line, size_bytes, line_number = bytearray(), 0, 1
         while piece := file.readline(_PIECE_BYTES):
@@ -163,7 +163,7 @@ class ResultFile:
 
 
 class Results:
-    """The files for answers and failures, which may be one."""
+    """The files for answers and failures, which may be the same."""
 
     def __init__(self, answers: Path, failures: Path | None) -> None:
         self._answers = ResultFile(answers)
@@ -185,7 +185,7 @@ class Results:
         return list(dict.fromkeys([self._answers, self._failures]))
 
     def entries(self, *, drops_failed: bool) -> Iterator[tuple[Path, ResultEntry]]:
-        """The lines of an earlier run. Damaged ones and, with `drops_failed`, failures are removed from the files."""
+        """Yield the lines of earlier runs; remove damaged lines and, with `drops_failed`, failures from the files."""
         for file in self._files:
             removed = array("q")
             for entry in file.entries():
@@ -210,14 +210,14 @@ class Results:
 
 
 def _is_incomplete(line: bytes) -> bool:
-    """Whether it can be the beginning of a batch's line; other files are not changed."""
+    """Return whether this may be the beginning of a batch's line; other files are not changed."""
     beginning = line.rstrip(b"\0")
     return beginning.startswith(_BEGINNING) or _BEGINNING.startswith(beginning)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Waits until new file names in it are on disk, if its file system supports that."""
-    with contextlib.suppress(OSError):  # a folder may be written to and not read
+    """Wait until new file names in a folder are on disk, if its file system supports that."""
+    with contextlib.suppress(OSError):  # a folder may be writable but not readable
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -226,7 +226,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _open_locked(path: Path) -> int:
-    """Open a regular file to append to it and to read it again, locked against other batches."""
+    """Open a regular file for appending and reading, locked against other batches."""
     while True:
         try:
             if files.exists(path):

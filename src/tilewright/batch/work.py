@@ -1,7 +1,7 @@
-"""Answers the requests of a batch, many at once, so that the engine is never idle; shows the progress.
+"""Answers the requests of a batch concurrently, so that the engine is never idle, and shows the progress.
 
-Signals and failed threads stop it early. A batch on this machine has one engine. A batch over several machines has a
-`BatchWorker` on each, which receives its requests in blocks from Ray Data.
+Signals and failed threads stop it early. A batch on this machine has one engine. On several machines each has a
+`BatchWorker`, which receives blocks of requests from Ray Data.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class Interruption:
-    """Cancels a task when a signal comes, or when a thread fails: the requests it had would never end.
+    """Cancels a task when a signal arrives, or when a thread fails, whose requests would never end.
 
     A second signal has its usual effect.
     """
@@ -84,10 +84,10 @@ LINE_INTERVAL_S = 60.0
 
 
 class Progress:
-    """Shows Totals on standard error while they change."""
+    """Shows Totals on standard error during a batch."""
 
     def __init__(self, totals: Totals, num_requests: int, num_tokens: Callable[[], int], *, is_quiet: bool) -> None:
-        """`num_tokens` are those that were generated so far, also of answers under way."""
+        """`num_tokens` returns the tokens generated so far, those of running answers included."""
         self._totals = totals
         self._num_requests = num_requests
         self._num_tokens = num_tokens
@@ -95,7 +95,7 @@ class Progress:
         self._began_s = time.perf_counter()
 
     async def show(self) -> None:
-        """Runs until it is cancelled."""
+        """Show the progress until cancelled."""
         if sys.stderr.isatty() and not self._is_quiet:
             await self._draw()
         while not self._is_quiet:
@@ -135,7 +135,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a worker is started with."""
+    """Settings to start a worker with."""
 
     engine: Mapping[str, Any]  # the Engine's options
     name: str  # of the model
@@ -143,12 +143,12 @@ class WorkerSettings:
     max_line_bytes: int
     media_limits: MediaLimits
     allow_private_urls: bool
-    num_cpus: int  # of one worker
+    num_cpus: int  # per worker
     num_workers: int
 
 
 class BatchWorker:
-    """Answers blocks of requests; called from several threads, so that its engine always has some."""
+    """Answers blocks of requests. Several threads call it, so that its engine always has requests."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -168,7 +168,7 @@ class BatchWorker:
         self._gate = PathGate(MediaGate(policy), settings.path.parent)
 
     def __call__(self, block: Block) -> Block:
-        """The lines of the output for a block of Places, as JSON, and the tokens they took."""
+        """Return, for a block of LinePlaces, the output lines as JSON, and their numbers of tokens."""
         places = [LinePlace(*map(int, row)) for row in zip(*(block[name] for name in LinePlace._fields), strict=True)]
         answers = self._run(self._answer_all(self._read(places)))
         return {
@@ -179,7 +179,7 @@ class BatchWorker:
         }
 
     def close(self) -> None:
-        """Ends the engine; Ray ends the process instead."""
+        """Close the engine. Ray does not call this but ends the process."""
         self._engine.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -205,23 +205,23 @@ class BatchWorker:
 
 
 class BatchActor(BatchWorker):
-    """A BatchWorker that has a process to itself."""
+    """A BatchWorker in a process of its own."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        # An engine without its thread would hang; without the process, Ray Data gives its blocks to another.
+        # An engine without its thread would hang; when the process ends, Ray Data sends its blocks to another worker.
         threading.excepthook = end_with_thread
         super().__init__(settings)
 
 
 def rows_of(block: Block) -> list[tuple[int, dict[str, Any], int, int]]:
-    """(number, line of the output, prompt tokens, output tokens) of each request of a block that was answered."""
+    """Return (number, output line, prompt tokens, output tokens) of each request of an answered block."""
     columns = (block["number"], block["line"], block["num_prompt_tokens"], block["num_output_tokens"])
     return [(int(one[0]), json.loads(one[1]), int(one[2]), int(one[3])) for one in zip(*columns, strict=True)]
 
 
 @dataclass
 class Totals:
-    """Counts of a batch so far."""
+    """The counts of a batch so far."""
 
     num_answered: int = 0
     num_failed: int = 0
@@ -234,7 +234,7 @@ class Totals:
 
 
 class BatchWorkers:
-    """Answers requests, and delivers each line of the output as it is ready."""
+    """Answers requests and delivers each output line when it is ready."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class BatchWorkers:
         self._totals = totals
 
     async def work(self, requests: Iterator[BatchRequest], concurrency: int) -> None:
-        """Returns when all requests are done. When it is cancelled or fails, those under way are aborted."""
+        """Answer all requests; abort running ones on cancellation or failure."""
         workers = [asyncio.create_task(self._work(requests)) for _ in range(concurrency)]
         try:
             await asyncio.gather(*workers)
@@ -267,7 +267,7 @@ class BatchWorkers:
                 self._totals.num_answered += 1
             else:
                 self._totals.num_failed += 1
-            await asyncio.sleep(0)  # requests that fail at once must not block all others
+            await asyncio.sleep(0)  # requests that fail immediately must not block the event loop
 
     async def _answer(self, request: BatchRequest) -> tuple[int, Mapping[str, Any]]:
         try:
@@ -298,6 +298,6 @@ class BatchWorkers:
         finally:
             answer.abort()
         result = writer.result()
-        assert isinstance(result, Mapping), "a batch has no endpoint whose answer is no object"
-        # All requests run together: timings mean little, and would make equal answers differ.
+        assert isinstance(result, Mapping), "all endpoints of a batch answer with an object"
+        # All requests run concurrently: timings mean little, and would make equal answers differ.
         return {name: value for name, value in result.items() if name != "timings"}

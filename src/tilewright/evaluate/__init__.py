@@ -1,1 +1,1 @@
-"""`tilewright eval`: what a format of weights costs in quality, and what it gains in speed and memory."""
+"""`tilewright eval`: measures the quality, speed and memory of weight formats."""

@@ -1,4 +1,4 @@
-"""What is evaluated: the formats, by the names of the flags; windows of a text; questions about pictures. No torch."""
+"""The material of an evaluation: formats, windows of a text, questions about pictures. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from tilewright.host import files
 from tilewright.types import RequestError
 
-STORED = "stored"  # as the checkpoint has them, quantised or not
+STORED = "stored"  # as in the checkpoint, quantised or not
 _DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 
 
 @dataclass(frozen=True)
 class EvalFormat:
-    """Of weights, by `quantize`'s names and a few more, and of keys and values."""
+    """A format of weights, named as for `quantize` or one of a few more, and optionally of keys and values."""
 
     name: str
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """What opens an Engine in this format."""
+        """The Engine's options for this format."""
         weights, _, kv = self.name.partition("/")
         options: dict[str, Any] = {}
         if weights in _DTYPES:
@@ -35,12 +35,12 @@ class EvalFormat:
 
 
 def parse_formats(text: str) -> list[EvalFormat]:
-    """The formats of a list such as "none,int8,int4/int8"."""
+    """Return the formats of a list such as "none,int8,int4/int8"."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         weights, slash, kv = name.partition("/")
         if not weights or (slash and not kv):
-            raise RequestError(f"--quantize has {name!r}, expected formats with commas between, such as none,int8,int4")
+            raise RequestError(f"--quantize has {name!r}, expected formats separated by commas, such as none,int8,int4")
     if len(set(names)) < len(names):
         raise RequestError(f"--quantize is {text!r}, expected every format once")
     return [EvalFormat(name) for name in names]
@@ -48,7 +48,7 @@ def parse_formats(text: str) -> list[EvalFormat]:
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens that the model reads; those from `first_scored` on count, the ones before them are context."""
+    """Tokens that the model reads; those from `first_scored` on are scored, those before are context."""
 
     token_ids: tuple[int, ...]
     first_scored: int
@@ -59,9 +59,9 @@ class Window:
 
 
 def split(token_ids: Sequence[int], length: int, stride: int, beginning: Sequence[int] = ()) -> list[Window]:
-    """Windows of at most `length` tokens, `stride` apart: every token but the first is scored once.
+    """Return windows of at most `length` tokens, `stride` apart: every token but the first is scored once.
 
-    `beginning` is what the tokenizer puts before a text: every window has it too, within its length.
+    `beginning` are the tokens that the tokenizer puts before a text; every window includes them in its length.
     """
     size = length - len(beginning)
     if not 1 <= stride < size:
@@ -69,7 +69,7 @@ def split(token_ids: Sequence[int], length: int, stride: int, beginning: Sequenc
     if len(token_ids) < 2:
         raise RequestError(f"the text has {len(token_ids)} tokens, expected 2 or more")
     windows = []
-    scored = 0 if beginning else 1  # without a beginning, nothing foretells the first token
+    scored = 0 if beginning else 1  # without a beginning, nothing predicts the first token
     start = 0
     while scored < len(token_ids):
         stop = min(start + size, len(token_ids))
@@ -85,7 +85,7 @@ FILE_NAME = "questions.jsonl"
 
 @dataclass(frozen=True)
 class Question:
-    """One of the set; `answers` are all that count as right."""
+    """A question of the set; `answers` are all right answers."""
 
     images: tuple[Path, ...]
     text: str
@@ -103,11 +103,11 @@ class Question:
 
 @dataclass(frozen=True)
 class AnswerScore:
-    """How many questions were answered right, and of each kind."""
+    """The numbers of questions and of right answers, in total and by kind."""
 
     num_right: int
     num_questions: int
-    by_kind: Mapping[str, tuple[int, int]]  # right ones, all
+    by_kind: Mapping[str, tuple[int, int]]  # (right, all)
 
     @classmethod
     def of(cls, questions: Sequence[Question], is_right: Sequence[bool]) -> AnswerScore:
@@ -122,12 +122,12 @@ class AnswerScore:
 
 
 def plain(text: str) -> str:
-    """The text as answers are compared: lower case, single spaces, no full stop at its end."""
+    """Return the text in the form for comparison: lower case, single spaces, no full stop at the end."""
     return " ".join(text.lower().split()).removesuffix(".").rstrip()
 
 
 def read_questions(folder: Path) -> list[Question]:
-    """The questions of a set; RequestError that names the line for one that cannot be asked."""
+    """Return the questions of a set; raise RequestError, with the line number, for an invalid one."""
     path = folder / FILE_NAME
     try:
         lines = files.read_bytes(path, files.MAX_TEXT_BYTES).decode().splitlines()
@@ -145,13 +145,13 @@ def _question(folder: Path, line: str, place: str) -> Question:
     try:
         entry = json.loads(line)
     except ValueError as error:
-        raise RequestError(f"{place} is no JSON: {error}") from error
+        raise RequestError(f"{place} is not JSON: {error}") from error
     if not isinstance(entry, dict):
-        raise RequestError(f"{place} is no object, expected image, question and answer")
+        raise RequestError(f"{place} is not an object, expected image, question and answer")
     images = tuple(folder / name for name in _texts(entry, "image", place))
     for image in images:
         if not files.exists(image):
-            raise RequestError(f"{place}: {image} is no file")
+            raise RequestError(f"{place}: {image} does not exist")
     (text,) = _texts(entry, "question", place, at_most=1)
     kind = entry.get("kind", "")
     if not isinstance(kind, str):

@@ -1,4 +1,4 @@
-"""Measures one format after the other: how well it predicts a text, pictures, speed, memory; and reports it.
+"""Measures each format's prediction of a text, answers about pictures, speed and memory, and reports the results.
 
 V: vocabulary, R: rows.
 """
@@ -24,7 +24,7 @@ from tilewright.engine.sample.sampler import PromptReader
 from tilewright.evaluate.material import AnswerScore, EvalFormat, Question, Window, split
 from tilewright.types import RequestError
 
-ROWS_AT_ONCE = 64  # of log-probabilities: a few of [64, 150,000] are in memory at a time
+ROWS_AT_ONCE = 64  # a few arrays of log-probabilities [64, 150,000] are in memory at a time
 
 
 @dataclass
@@ -34,8 +34,8 @@ class TextScore:
     num_tokens: int = 0
     surprise: float = 0.0  # sum of -log p
     num_compared: int = 0
-    divergences: list[float] = field(default_factory=list)  # of each compared token, KL(reference || this), in nats
-    num_same: int = 0  # compared tokens for which both models think the same one the likeliest
+    divergences: list[float] = field(default_factory=list)  # KL(reference || this) of each compared token, in nats
+    num_same: int = 0  # compared tokens for which both models have the same likeliest token
 
     @property
     def perplexity(self) -> float:
@@ -43,24 +43,24 @@ class TextScore:
 
     @property
     def mean_divergence(self) -> float | None:
-        """None where nothing was compared."""
+        """The mean KL divergence; None if nothing was compared."""
         return sum(self.divergences) / self.num_compared if self.num_compared else None
 
     @property
     def divergence_error(self) -> float | None:
-        """The standard error of the mean."""
+        """The standard error of the mean divergence."""
         if self.num_compared < 2:
             return None
         return float(torch.tensor(self.divergences, dtype=torch.float64).std()) / math.sqrt(self.num_compared)
 
     @property
     def share_same(self) -> float | None:
-        """Of tokens for which both models think the same one the likeliest."""
+        """The share of tokens for which both models have the same likeliest token."""
         return self.num_same / self.num_compared if self.num_compared else None
 
 
 class ReferenceRows:
-    """The reference's log-probabilities of one window, [scored, V]: those of the next one take their place."""
+    """A buffer for the reference's log-probabilities of one window, [scored, V], which the next window overwrites."""
 
     def __init__(self) -> None:
         self._rows = torch.empty(0)
@@ -78,7 +78,7 @@ class ReferenceRows:
 
 
 def score_window(engine: Engine, window: Window, score: TextScore, reference: Tensor | None = None) -> None:
-    """Adds the scored tokens of a window to `score`, compared with `reference`, log-probabilities [scored, V]."""
+    """Add the scored tokens of a window to `score`, compared with `reference`, log-probabilities [scored, V]."""
     targets = torch.tensor(window.token_ids[window.first_scored :])
 
     def add(first: int, logits: Tensor) -> None:
@@ -89,7 +89,7 @@ def score_window(engine: Engine, window: Window, score: TextScore, reference: Te
         if reference is None:
             return
         expected = reference[first:end]
-        # A token that the reference excludes (-inf) weighs nothing: 0 * inf would be NaN.
+        # A token that the reference excludes (-inf) counts as 0: 0 * inf would be NaN.
         apart = torch.where(expected > -math.inf, expected.exp() * (expected - found), 0.0)
         score.divergences += apart.sum(dim=-1, dtype=torch.float64).tolist()
         score.num_same += int((found.argmax(-1) == expected.argmax(-1)).sum())
@@ -99,7 +99,7 @@ def score_window(engine: Engine, window: Window, score: TextScore, reference: Te
 
 
 def _read_scored(engine: Engine, window: Window, read: PromptReader) -> None:
-    """read(i, logits) for the scored tokens of a window, i counted from the first of them, ROWS_AT_ONCE at a time."""
+    """Call read(i, logits) for the scored tokens of a window, ROWS_AT_ONCE at a time, i counted from the first."""
 
     def read_part(first: int, logits: Tensor) -> None:
         skipped = max(0, window.first_scored - first)
@@ -112,15 +112,15 @@ def _read_scored(engine: Engine, window: Window, read: PromptReader) -> None:
 
 
 ANSWERS_AT_ONCE = 8
-PROMPT_TOKENS, NEW_TOKENS = 128, 32  # of what speeds are measured with
+PROMPT_TOKENS, NEW_TOKENS = 128, 32  # of the requests for speeds
 
 OpenEngine = Callable[..., Engine]
-Progress = Callable[[str, int], Any]  # (what, how many) -> a bar with update() and close()
+Progress = Callable[[str, int], Any]  # (description, total) -> a bar with update() and close()
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians, in tokens per second."""
+    """Median speeds in tokens per second."""
 
     prefill: float
     decode: float
@@ -128,7 +128,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class FormatResult:
-    """What one format gives."""
+    """The results of one format."""
 
     name: str
     is_reference: bool
@@ -141,10 +141,10 @@ class FormatResult:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What is measured of every format."""
+    """The measurements to make for every format."""
 
     formats: Sequence[EvalFormat]
-    reference: EvalFormat | None = None  # what the others are compared with; None: nothing
+    reference: EvalFormat | None = None  # compared with the others; None: no comparison
     text: str | None = None
     window: int = 512
     stride: int = 256
@@ -155,10 +155,10 @@ class EvaluationPlan:
 
 
 def measure(plan: EvaluationPlan, open_engine: OpenEngine, progress: Progress) -> list[FormatResult]:
-    """A Result for each format, in their order, and for the reference before them if it is not among them.
+    """Return a FormatResult for each format, in order, after that of the reference if it is not among them.
 
-    At most two models are in memory: the reference's, whose log-probabilities of each window are computed once more
-    for every format instead of kept, and that of the format at hand.
+    At most two models are in memory: the current format's and the reference's, whose log-probabilities are computed
+    again for every format instead of stored.
     """
     formats = list(plan.formats)
     if plan.reference is not None and plan.reference not in formats:
@@ -198,7 +198,7 @@ def _measure_one(
 
 
 def windows_of(plan: EvaluationPlan, engine: Engine) -> list[Window]:
-    """The text as the engine's model reads it."""
+    """Return the windows of the text, tokenized for the engine's model."""
     assert plan.text is not None
     tokenizer = engine.loaded.tokenizer
     token_ids = tokenizer.encode(plan.text)
@@ -225,7 +225,7 @@ def _score_text(
 
 def _ask(plan: EvaluationPlan, one: EvalFormat, engine: Engine, progress: Progress) -> AnswerScore:
     if "image" not in engine.loaded.processor.accepts:
-        raise RequestError(f"--pictures is given, but {engine.loaded.name} takes no pictures")
+        raise RequestError(f"--pictures is given, but {engine.loaded.name} accepts no pictures")
     bar = progress(f"{one.name}: pictures", len(plan.questions))
     is_right: list[bool] = []
     for start in range(0, len(plan.questions), ANSWERS_AT_ONCE):
@@ -240,7 +240,7 @@ def _ask(plan: EvaluationPlan, one: EvalFormat, engine: Engine, progress: Progre
 
 
 def _speed(engine: Engine, num_rounds: int) -> Speed:
-    """Of one answer at a time, each to a new random prompt; a first one warms up."""
+    """Return the median speed of single answers to new random prompts, after a first one that warms up."""
     prompts = Prompts(engine)
     prefill, decode = [], []
     for number in range(num_rounds + 1):
@@ -253,14 +253,14 @@ def _speed(engine: Engine, num_rounds: int) -> Speed:
 
 
 def as_table(results: Sequence[FormatResult]) -> str:
-    """A line for each format; columns of what was not measured are left out."""
+    """Return a table with a line for each format, without columns of missing measurements."""
     columns = [_column(results, *column) for column in _COLUMNS]
     shown = [column for column in columns if any(column[1:])]
     return "\n".join(aligned(list(zip(*shown, strict=True)), left=(0,)))
 
 
 def as_document(results: Sequence[FormatResult]) -> list[dict[str, object]]:
-    """The same as plain data, with more digits."""
+    """Return the results as JSON values, with all digits."""
     return [_entry(result) for result in results]
 
 
@@ -324,7 +324,7 @@ _COLUMNS: tuple[tuple[str, Callable[[FormatResult], str]], ...] = (
 
 
 def write_plot(path: Path, results: Sequence[FormatResult], title: str) -> None:
-    """What is lost in quality against speed, and against memory: up and to the right, or to the left, is better."""
+    """Plot quality over speed (up and to the right is better) and over memory (up and to the left is better)."""
     from matplotlib.figure import Figure  # imported here: only plots need it
 
     figure = Figure(figsize=(10, 4.6), layout="constrained")
@@ -347,7 +347,7 @@ def write_plot(path: Path, results: Sequence[FormatResult], title: str) -> None:
 
 
 def _quality(results: Sequence[FormatResult]) -> tuple[str, list[float]]:
-    """What the plot shows of quality: the distance to the reference, else accuracy, else perplexity."""
+    """Return the quality to plot, with its label: distance to the reference, else accuracy, else perplexity."""
     if any(result.text and result.text.num_compared for result in results):
         return "KL to the reference", [(result.text and result.text.mean_divergence) or 0.0 for result in results]
     if all(result.answers for result in results):

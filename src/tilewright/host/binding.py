@@ -1,4 +1,4 @@
-"""Which CPUs, memory and threads each rank has. docs/parallel.md says why.
+"""Assigns CPUs, memory nodes and threads to ranks. docs/parallel.md has the reasons.
 
 plan = plan_binding(read_topology(), size=2)
 claim_cpus(plan.ranks[1])       # in the process of rank 1, before torch is loaded
@@ -23,11 +23,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankBinding:
-    """The CPUs of one rank, to which its threads are pinned in this order, and the nodes its memory comes from."""
+    """The CPUs of one rank, to which its threads are pinned in this order, and its memory nodes."""
 
     rank: int
     cpus: tuple[int, ...]
-    memory_nodes: tuple[int, ...]  # empty: as the system likes
+    memory_nodes: tuple[int, ...]  # empty: the system chooses
     num_threads: int
 
     def __str__(self) -> str:
@@ -44,16 +44,16 @@ class RankBinding:
 
 @dataclass(frozen=True)
 class BindingPlan:
-    """The binding of every rank, and what the user should know of it."""
+    """The binding of every rank, with warnings for the user."""
 
     ranks: list[RankBinding]
     warnings: list[str]
 
 
 def binding_of_ranks(size: int, cpu_binding: str | None = None) -> list[RankBinding] | None:
-    """The binding of each of `size` ranks on this machine, as the flags and the environment say, logged.
+    """Return the binding of each of `size` ranks on this machine from the flags and the environment, and log it.
 
-    None: one rank without --cpu-binding is not bound, but by TILEWRIGHT_BIND.
+    None for one rank without --cpu-binding, which only TILEWRIGHT_BIND binds.
     """
     if size == 1 and not cpu_binding:
         return None
@@ -67,9 +67,9 @@ def binding_of_ranks(size: int, cpu_binding: str | None = None) -> list[RankBind
 def plan_binding(
     topology: Topology, size: int, cpu_binding: str | None = None, num_threads: int | None = None
 ) -> BindingPlan:
-    """The binding of each of `size` ranks: to the lists of `cpu_binding`, else to one memory node each.
+    """Return the binding of each of `size` ranks: to the lists of `cpu_binding`, else to one memory node each.
 
-    `num_threads` is that of each rank; None: one per CPU of its binding, within the quota of the control group.
+    `num_threads` is the number of each rank; None: one per CPU of its binding, within the control group's quota.
     """
     warnings: list[str] = []
     if cpu_binding:
@@ -89,7 +89,7 @@ def _parse_lists(text: str, size: int, usable_cpus: Sequence[int]) -> list[tuple
     if len(parts) != size:
         raise ConfigError(
             f"--cpu-binding is {text!r}, which has {_count(len(parts), 'list')} of CPUs for {_count(size, 'rank')}: "
-            "expected one for each rank, with | between"
+            "expected one for each rank, separated by |"
         )
     lists: list[tuple[int, ...]] = []
     for rank, part in enumerate(parts):
@@ -106,7 +106,7 @@ def _parse_lists(text: str, size: int, usable_cpus: Sequence[int]) -> list[tuple
 
 
 def _share_out(topology: Topology, size: int) -> tuple[list[tuple[int, ...]], list[str]]:
-    """The CPUs of each rank, one per core, and the warnings about them."""
+    """Return the CPUs of each rank, one per core, and the warnings about them."""
     nodes = _by_socket(topology.nodes, size)
     warnings = []
     if left_out := sorted(node.number for node in nodes[size:]):
@@ -125,7 +125,7 @@ def _share_out(topology: Topology, size: int) -> tuple[list[tuple[int, ...]], li
 
 
 def _by_socket(nodes: Sequence[UsableNode], size: int) -> list[UsableNode]:
-    """Nodes in the order in which ranks take them: first those of a socket that has one for every rank."""
+    """Return the nodes in the order of ranks: first those of a socket that has one for every rank."""
 
     def key(node: UsableNode) -> tuple[bool, int, int]:
         is_enough = sum(other.socket == node.socket for other in nodes) >= size
@@ -135,7 +135,7 @@ def _by_socket(nodes: Sequence[UsableNode], size: int) -> list[UsableNode]:
 
 
 def _ranks_per_node(nodes: Sequence[UsableNode], size: int) -> list[int]:
-    """How many ranks each node has: each further one goes where it has the most cores."""
+    """Return the number of ranks of each node: each further rank goes where it has the most cores."""
     counts = [1] * len(nodes)
     for _ in range(size - len(nodes)):
         roomiest = max(range(len(nodes)), key=lambda i: len(nodes[i].cores) / (counts[i] + 1))
@@ -144,7 +144,7 @@ def _ranks_per_node(nodes: Sequence[UsableNode], size: int) -> list[int]:
 
 
 def _cut(cores: tuple[int, ...], num_parts: int) -> list[tuple[int, ...]]:
-    """Equal parts of neighbouring cores: ranks wait for the slowest, so one core more for some would not help."""
+    """Return equal parts of adjacent cores: ranks wait for the slowest, so that extra cores for some would not help."""
     length = len(cores) // num_parts
     if length == 0:
         return [(cores[part * len(cores) // num_parts],) for part in range(num_parts)]
@@ -161,7 +161,7 @@ def _how_shared(node: UsableNode, ranks: range) -> str:
 def _count_threads(
     cpus: Sequence[tuple[int, ...]], num_threads: int | None, cpu_quota: float | None
 ) -> tuple[list[int], list[str]]:
-    """The threads of each rank, and the warnings about them."""
+    """Return the number of threads of each rank, and the warnings about them."""
     size, warnings = len(cpus), []
     if num_threads is not None:
         threads = [num_threads] * size
@@ -175,7 +175,7 @@ def _count_threads(
         if cpu_quota is not None and sum(threads) > max(cpu_quota, size):
             warnings.append(
                 f"the control group allows the time of {cpu_quota:g} CPUs, but TILEWRIGHT_NUM_THREADS asks for "
-                f"{sum(threads)} threads on {_count(size, 'rank')}: they will be held up"
+                f"{sum(threads)} threads on {_count(size, 'rank')}: they will be throttled"
             )
         return threads, warnings
     threads = [len(rank_cpus) for rank_cpus in cpus]
@@ -190,7 +190,7 @@ def _count_threads(
 
 
 def _memory_nodes(topology: Topology, cpus: Sequence[int]) -> tuple[int, ...]:
-    """The nodes of these CPUs that have memory. Without one the system's own choice, the nearest, is the best."""
+    """Return the nodes of these CPUs that have memory; if none, the system's choice, the nearest, is best."""
     return tuple(node.number for node in topology.nodes if node.has_memory and set(cpus) & set(node.cpus))
 
 
@@ -203,10 +203,9 @@ def _name(noun: str, numbers: Sequence[int]) -> str:
 
 
 def claim_cpus(binding: RankBinding) -> None:
-    """Makes these the CPUs and threads of this process, before torch and the kernels are loaded.
+    """Set the CPUs and threads of this process, before torch and the kernels are loaded.
 
-    libgomp counts the CPUs when it is loaded, and `ops.native` reads the config, pins the team and sets where memory
-    comes from.
+    libgomp counts the CPUs when it is loaded; `ops.native` reads the config, pins the team and sets the memory nodes.
     """
     settings = dataclasses.replace(
         config.current(),
@@ -217,7 +216,5 @@ def claim_cpus(binding: RankBinding) -> None:
     try:
         os.sched_setaffinity(0, binding.cpus)
     except OSError as error:
-        _log.warning(
-            "rank %d runs where the system likes, not on %s: %s", binding.rank, name_cpus(binding.cpus), error.strerror
-        )
+        _log.warning("rank %d is not bound to %s: %s", binding.rank, name_cpus(binding.cpus), error.strerror)
     config.use(settings)

@@ -1,9 +1,8 @@
-"""Files of users, downloads and caches: read only if they are regular and within a limit, written without a wait.
+"""Reads files of users, downloads and caches if they are regular and within a limit; writes without blocking.
 
-Anything may stand under a name: a pipe that nobody writes to, a device without an end, a sparse file of terabytes. So
-every file that is read is opened here. A refusal is an OSError whose `strerror` names what the file is, or its size and
-the limit: callers report it as they report a file that the system does not open. A file of a checkpoint is refused by
-a `CheckpointError`.
+A path may name anything: a pipe without a writer, an endless device, a sparse file of terabytes. So every file that is
+read is opened here. A refusal is an OSError whose `strerror` has the kind of the file, or its size and the limit, so
+that callers report it like a file that the system does not open. Files of checkpoints raise CheckpointError.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from pathlib import Path
 
 from tilewright.types import RequestError
 
-MAX_TEXT_BYTES = 256 << 20  # of a text or a set of questions that a command reads whole
-MAX_PROMPT_CHARACTERS = 16 << 20  # from standard input: ten times what the longest context holds
+MAX_TEXT_BYTES = 256 << 20  # of a text or a set of questions that a command reads
+MAX_PROMPT_CHARACTERS = 16 << 20  # from standard input: ten times the longest context
 
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -31,16 +30,16 @@ _KINDS = (
 
 
 class FileRefused(OSError):
-    """A file that is not read, though the system would: `strerror` says why."""
+    """A file is refused that the system would open; `strerror` is the reason."""
 
     def __init__(self, path: str | Path, reason: str) -> None:
         super().__init__(errno.EINVAL, reason, str(path))
 
 
 def exists(path: str | Path) -> bool:
-    """Whether anything has this name, or might: a folder that may not be searched is an error when the file is opened.
+    """Return whether the path exists; True too if its folder may not be searched, which opening then reports.
 
-    `Path.exists` raises there, and `Path.is_file` calls a pipe or a folder absent that stands where a file should be.
+    `Path.exists` raises in that case, and `Path.is_file` is false for a pipe or a folder in place of a file.
     """
     try:
         os.stat(path)
@@ -52,10 +51,10 @@ def exists(path: str | Path) -> bool:
 
 
 def open_regular(path: str | Path, limit_bytes: int | None = None) -> BufferedReader:
-    """Open a regular file of at most `limit_bytes`; FileRefused for anything else, at once."""
+    """Open a regular file of at most `limit_bytes`; raise FileRefused for anything else, without blocking."""
     try:
-        check_regular(path, os.stat(path), limit_bytes)  # before it is opened: that alone has effects on some devices
-        # What has taken the file's place meanwhile must not block either.
+        check_regular(path, os.stat(path), limit_bytes)  # before opening, which has effects on some devices
+        # Non-blocking, in case the file was replaced meanwhile.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except ValueError as error:
         raise FileRefused(repr(str(path)), "it is not a path") from error
@@ -68,7 +67,7 @@ def open_regular(path: str | Path, limit_bytes: int | None = None) -> BufferedRe
 
 
 def check_regular(path: str | Path, status: os.stat_result, limit_bytes: int | None = None) -> None:
-    """FileRefused for what is no regular file, or one of more than `limit_bytes`."""
+    """Raise FileRefused for a file that is not regular, or has more than `limit_bytes`."""
     if not stat.S_ISREG(status.st_mode):
         raise FileRefused(path, f"it is {kind_of(status)}, expected a regular file")
     if limit_bytes is not None and status.st_size > limit_bytes:
@@ -76,16 +75,16 @@ def check_regular(path: str | Path, status: os.stat_result, limit_bytes: int | N
 
 
 def kind_of(status: os.stat_result) -> str:
-    """What a file is, in words: "a directory"."""
+    """Return the kind of a file as text: "a directory"."""
     return next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "a regular file")
 
 
 def read_bytes(path: str | Path, limit_bytes: int) -> bytes:
-    """The bytes of a regular file; OSError if it cannot be read or has more than `limit_bytes`."""
+    """Return the bytes of a regular file; raise OSError if it cannot be read or has more than `limit_bytes`."""
     with open_regular(path, limit_bytes) as file:
         size_bytes = os.fstat(file.fileno()).st_size
         data = file.read(size_bytes + 1)
-        if len(data) > size_bytes:  # it grows, or it is one of those of the kernel, which have no size
+        if len(data) > size_bytes:  # it grows, or is a file of the kernel, without a size
             data += file.read(limit_bytes + 1 - len(data))
         if len(data) > limit_bytes:
             raise FileRefused(path, f"it has more than {limit_bytes} bytes, the limit")
@@ -93,9 +92,9 @@ def read_bytes(path: str | Path, limit_bytes: int) -> bytes:
 
 
 def read_standard_input() -> str:
-    """The text of standard input without spaces around it; RequestError if it is too long, or none."""
+    """Return the stripped text of standard input; raise RequestError if it is too long or not text."""
     if sys.stdin is None:
-        raise RequestError("standard input is closed, expected a prompt there")
+        raise RequestError("standard input is closed, expected a prompt")
     try:
         text = sys.stdin.read(MAX_PROMPT_CHARACTERS + 1)
     except OSError as error:
@@ -108,7 +107,7 @@ def read_standard_input() -> str:
 
 
 def check_text(text: str, what: str) -> str:
-    """Return `text`; RequestError if it stands for bytes that are not UTF-8, as Python's surrogates do."""
+    """Return `text`; raise RequestError if it has surrogates, with which Python represents bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -117,10 +116,10 @@ def check_text(text: str, what: str) -> str:
 
 
 def check_output(path: Path, flag: str) -> None:
-    """RequestError for a file that could not be written, before the work whose result goes there.
+    """Raise RequestError for an output that cannot be written, before the work on its contents.
 
-    A regular file, a pipe that somebody reads and a character device such as /dev/stdout or /dev/null are outputs; a
-    disk is not.
+    Outputs are regular files, pipes with a reader and character devices such as /dev/stdout or /dev/null, but not
+    disks.
     """
     folder = path.parent
     if not os.path.isdir(folder):
@@ -141,9 +140,9 @@ def check_output(path: Path, flag: str) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write an output that `check_output` allows; RequestError if the system refuses, or nobody reads the pipe."""
+    """Write an output that `check_output` allows; raise RequestError if that fails, or a pipe has no reader."""
     try:
-        # Non-blocking: the system would wait for a reader else, for ever if there is none.
+        # Non-blocking: otherwise opening a pipe waits for a reader, possibly for ever.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
         with open(os.open(path, flags, 0o666), "wb", buffering=0) as file:
             os.set_blocking(file.fileno(), True)
@@ -151,22 +150,23 @@ def write_bytes(path: Path, data: bytes) -> None:
             while view:
                 view = view[file.write(view) :]
     except OSError as error:
-        reason = "it is a pipe that nobody reads" if error.errno == errno.ENXIO else error.strerror or str(error)
+        reason = "it is a pipe without a reader" if error.errno == errno.ENXIO else error.strerror or str(error)
         raise RequestError(f"{path} cannot be written: {reason}") from error
 
 
 MAX_JSON_BYTES = 64 << 20  # an index of 140,000 tensors has 15 MB
-MAX_VOCABULARY_BYTES = 256 << 20  # tokenizer.json, vocab.json, merges.txt: those of 260,000 tokens have 35 MB
+MAX_VOCABULARY_BYTES = 256 << 20  # tokenizer.json, vocab.json, merges.txt: 35 MB for 260,000 tokens
 MAX_TEMPLATE_BYTES = 4 << 20  # the longest chat templates have 30 KB
 
-# What stands in for a file that was not really downloaded, or was renamed: how it begins, and what that is.
+# First bytes of files that are not models (Git LFS pointers, HTML error pages, renamed archives), with what to tell the
+# user.
 _BEGINNINGS = (
     (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer, not the file itself: run `git lfs pull`"),
-    (b"<!doctype html", "an HTML page, as a failed or refused download leaves it: download the file again"),
-    (b"<html", "an HTML page, as a failed or refused download leaves it: download the file again"),
-    (b"<?xml", "an XML document, as a failed or refused download leaves it: download the file again"),
-    (b"gguf", "a GGUF file: name it with the ending .gguf"),
-    (b"pk\x03\x04", "a ZIP archive, as pickled PyTorch weights are: get the safetensors of this model, or convert it"),
+    (b"<!doctype html", "an HTML page, probably of a failed or refused download: download the file again"),
+    (b"<html", "an HTML page, probably of a failed or refused download: download the file again"),
+    (b"<?xml", "an XML document, probably of a failed or refused download: download the file again"),
+    (b"gguf", "a GGUF file: rename it to end in .gguf"),
+    (b"pk\x03\x04", "a ZIP archive, such as pickled PyTorch weights: get the safetensors of this model, or convert it"),
     (b"\x80\x02", "a pickle, which can run any code when opened: get the safetensors of this model, or convert it"),
     (b"\x1f\x8b", "compressed by gzip: unpack it"),
 )
@@ -174,17 +174,17 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; names the file, what is wrong with it and what to do."""
+    """A checkpoint that cannot be used. The message names the file, its fault and what to do."""
 
 
 def foreign_kind(beginning: bytes) -> str | None:
-    """What a file is that begins so, and what to do; None: nothing that is known to take a model file's place."""
+    """Return what a file with these first bytes is and what to do; None if it is none of the known wrong files."""
     text = beginning[:256].removeprefix(_BOM).lstrip().lower()
     return next((kind for start, kind in _BEGINNINGS if text.startswith(start)), None)
 
 
 def read_file(path: Path, limit_bytes: int) -> bytes:
-    """The bytes of a small file of a model; CheckpointError if it cannot be read or has more than `limit_bytes`."""
+    """Return the bytes of a model's small file; raise CheckpointError if unreadable or larger than `limit_bytes`."""
     try:
         return read_bytes(path, limit_bytes)
     except FileNotFoundError:
@@ -194,7 +194,7 @@ def read_file(path: Path, limit_bytes: int) -> bytes:
 
 
 def check_file(path: Path, limit_bytes: int) -> None:
-    """CheckpointError where `read_file` would raise one, for a library that reads the file itself."""
+    """Raise CheckpointError if `read_file` would, for a library that reads the file itself."""
     try:
         open_regular(path, limit_bytes).close()
     except OSError as error:
@@ -202,7 +202,7 @@ def check_file(path: Path, limit_bytes: int) -> None:
 
 
 def read_template(path: Path) -> str:
-    """The text of a chat template; CheckpointError if there is none."""
+    """Return the text of a chat template; raise CheckpointError if it cannot be read."""
     data = read_file(path, MAX_TEMPLATE_BYTES)
     try:
         return data.removeprefix(_BOM).decode()
@@ -211,7 +211,7 @@ def read_template(path: Path) -> str:
 
 
 def read_json(path: Path, limit_bytes: int = MAX_JSON_BYTES) -> dict:
-    """The object in a JSON file; CheckpointError if there is none."""
+    """Return the object in a JSON file; raise CheckpointError if there is none."""
     data = read_file(path, limit_bytes)
     try:
         value = json.loads(data.removeprefix(_BOM))
@@ -223,7 +223,7 @@ def read_json(path: Path, limit_bytes: int = MAX_JSON_BYTES) -> dict:
 
 
 def read_optional_json(path: Path) -> dict:
-    """The object in a JSON file, an empty one where there is no file."""
+    """Return the object in a JSON file, or an empty one if the file does not exist."""
     return read_json(path) if exists(path) else {}
 
 

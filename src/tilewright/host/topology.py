@@ -1,4 +1,4 @@
-"""The CPUs that this process has: their name, cores, caches and NUMA nodes, and what its control group allows."""
+"""The CPUs of this process: their name, cores and NUMA nodes, and the quota of its control group."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ OWN_GROUP = Path("/proc/self/cgroup")
 
 
 def values_of(controller: str, files: tuple[str, ...], old_files: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The texts of a controller's files in the own group and those around it, where a group has them all.
+    """Yield the texts of a controller's files in this process's group and its parents, if a group has all of them.
 
-    `files` are their names in version 2, `old_files` in version 1. A service's limit is that of its own group; in a
-    container the own group is shown as the root.
+    `files` are their names in cgroup version 2, `old_files` in version 1. A service's limit is set in its own group; a
+    container sees its own group as the root.
     """
     lines = OWN_GROUP.read_text().splitlines() if OWN_GROUP.exists() else []
     for line in lines:
@@ -36,17 +36,17 @@ def values_of(controller: str, files: tuple[str, ...], old_files: tuple[str, ...
 
 
 def cpu_quota() -> float | None:
-    """The CPUs' time per time that the process may use, such as 3.5 on any of 64 CPUs; None: all of it."""
+    """Return the CPU time per second that the process may use, such as 3.5 on any of 64 CPUs; None: no limit."""
     quotas = []
     for texts in values_of("cpu", ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        quota, period = " ".join(texts).split()  # cpu.max has both in one line; no limit is "max" there, before it -1
+        quota, period = " ".join(texts).split()  # cpu.max has both in one line; no limit is "max" there, or -1
         if quota.isdecimal() and int(period) > 0:
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
-# ARM CPUs have no "model name" but numbers: of who made the core, and of the core. They tell no product: Neoverse-N1 is
-# in Graviton2 and in Ampere Altra, Neoverse-V2 in Graviton4 and in NVIDIA Grace.
+# ARM CPUs have no "model name" but numbers of the core's maker and the core. They do not identify a product:
+# Neoverse-N1 is in Graviton2 and in Ampere Altra, Neoverse-V2 in Graviton4 and in NVIDIA Grace.
 _ARM_CORES: dict[int, tuple[str, dict[int, str]]] = {
     0x41: (
         "Arm",
@@ -81,7 +81,7 @@ _ARM_CORES: dict[int, tuple[str, dict[int, str]]] = {
 
 
 def cpu_name(cpuinfo: str) -> str:
-    """The name of the CPU, all its kinds of cores where there are several; "" where the text tells none."""
+    """Return the name of the CPU, with all its kinds of cores if there are several; "" if the text has none."""
     cores = Counter(filter(None, map(_arm_core, cpuinfo.split("\n\n"))))
     if not cores:
         return _field("model name", cpuinfo)
@@ -91,7 +91,7 @@ def cpu_name(cpuinfo: str) -> str:
 
 
 def _arm_core(cpu: str) -> str:
-    """The core that one CPU's lines name; "" where it is none of ARM's."""
+    """Return the ARM core that one CPU's lines name; "" for other CPUs."""
     implementer, part = (_field(name, cpu) for name in ("CPU implementer", "CPU part"))
     if not implementer or not part:
         return ""
@@ -110,25 +110,25 @@ SYSTEM = Path("/sys/devices/system")
 
 @dataclass(frozen=True)
 class Cpu:
-    """One CPU as the system numbers it: a core, or one of its hyperthreads."""
+    """A CPU by the system's number: a core, or one of its hyperthreads."""
 
     number: int
     socket: int
-    core: tuple[int, ...]  # the CPUs of its core, itself among them
+    core: tuple[int, ...]  # all CPUs of its core, itself included
 
 
 @dataclass(frozen=True)
 class Node:
-    """One memory node."""
+    """A memory node."""
 
     number: int
     cpus: tuple[int, ...]
-    memory_bytes: int  # 0: CPUs without memory of their own, or the system does not tell
+    memory_bytes: int  # 0: CPUs without memory of their own, or unknown
 
 
 @dataclass(frozen=True)
 class UsableNode:
-    """What a process may use of a memory node."""
+    """The part of a memory node that a process may use."""
 
     number: int
     socket: int
@@ -139,10 +139,10 @@ class UsableNode:
 
 @dataclass(frozen=True)
 class Topology:
-    """What a process may use of a machine: nodes with at least one CPU, by number."""
+    """The part of a machine that a process may use: nodes with at least one CPU, by number."""
 
     nodes: tuple[UsableNode, ...]
-    cpu_quota: float | None = None  # CPUs' worth of time for all threads together; None: no bound
+    cpu_quota: float | None = None  # CPUs' time for all threads together; None: no limit
 
     @property
     def cpus(self) -> tuple[int, ...]:
@@ -150,10 +150,10 @@ class Topology:
 
 
 def read_topology(usable_cpus: Collection[int] | None = None, system: Path = SYSTEM) -> Topology:
-    """The Topology of this process: the CPUs that its config, its affinity and its control group leave it.
+    """Return the Topology of this process: the CPUs that its config, its affinity and its control group allow.
 
-    `usable_cpus` replaces the CPUs of the config: that of the environment, since a bound rank has only its own. Where
-    the system shows no nodes, as in some containers, there is one.
+    `usable_cpus` replaces the CPUs of the environment's config (a bound rank's own config has only its CPUs). If the
+    system shows no nodes, as in some containers, there is one.
     """
     usable = set(config.from_environment().usable_cpus if usable_cpus is None else usable_cpus)
     if online := config.expand_ranges(read_text(system / "cpu" / "online")):
@@ -176,22 +176,22 @@ def _usable_part(node: Node, usable: Collection[int], cpus: dict[int, Cpu]) -> U
 
 
 def read_cpus(system: Path = SYSTEM) -> dict[int, Cpu]:
-    """All CPUs of the machine whose core the system tells, by number. Offline ones have none."""
+    """Return all CPUs of the machine whose core is known, by number; offline CPUs have none."""
     cpus = {}
     for folder in _numbered(system / "cpu", "cpu"):
         topology = folder / "topology"
-        # The same list under its newer and its older name.
+        # The same list under its new and its old name.
         core = read_text(topology / "core_cpus_list") or read_text(topology / "thread_siblings_list")
         if siblings := config.expand_ranges(core):
             socket = read_text(topology / "physical_package_id")
             number = int(folder.name[3:])
-            # Some virtual machines on ARM say -1: not known.
+            # Some virtual machines on ARM have -1: unknown.
             cpus[number] = Cpu(number, int(socket) if socket.isdecimal() else 0, tuple(siblings))
     return cpus
 
 
 def read_nodes(system: Path = SYSTEM) -> list[Node]:
-    """All memory nodes of the machine, by number; empty where the system shows none."""
+    """Return all memory nodes of the machine, by number; none if the system shows none."""
     nodes = []
     for folder in _numbered(system / "node", "node"):
         total = re.search(r"MemTotal:\s*(\d+)", read_text(folder / "meminfo"))
@@ -201,7 +201,7 @@ def read_nodes(system: Path = SYSTEM) -> list[Node]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file of /proc or /sys, "" where the system has none."""
+    """Return the text of a file of /proc or /sys; "" if it does not exist."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -209,6 +209,6 @@ def read_text(path: Path) -> str:
 
 
 def _numbered(folder: Path, name: str) -> list[Path]:
-    """The entries name0, name1, ... of a folder, in the order of their numbers."""
+    """Return the entries name0, name1, ... of a folder, in the order of their numbers."""
     entries = [entry for entry in folder.glob(f"{name}[0-9]*") if entry.name[len(name) :].isdecimal()]
     return sorted(entries, key=lambda entry: int(entry.name[len(name) :]))
