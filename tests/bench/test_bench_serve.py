@@ -106,7 +106,7 @@ def test_open_loop(run):
 def test_by_time(run):
     with OddServer(well_behaved) as server:
         status, document, _, errors = run(server, "--seconds", "60")
-        assert status == 0 and document["totals"]["num_answered"] == 6 and "give --requests more" in errors
+        assert status == 0 and document["totals"]["num_answered"] == 6 and "raise --requests" in errors
         status, document, _, errors = run(server, "--seconds", "0.000001")
         assert status == 0 and document["totals"]["num_answered"] == 3 and "give --requests" not in errors
 
@@ -197,9 +197,9 @@ def test_no_server(run):
     "answer,message",
     [
         (plain(b'{"error": {"message": "no key"}}', "401 Unauthorized"), "/v1/models answers HTTP 401: no key"),
-        (models(), "names no model: give --model"),
-        (plain(b"hello"), "names no model: give --model"),
-        (plain(b"[]"), "names no model: give --model"),
+        (models(), "names no model: use --model"),
+        (plain(b"hello"), "names no model: use --model"),
+        (plain(b"[]"), "names no model: use --model"),
     ],
 )
 def test_no_models(run, answer, message):

@@ -86,7 +86,7 @@ def test_an_answer_without_a_token():
         (b'{"error": {"message": "out of pages", "code": 500}}', "error in stream", "out of pages"),
         (b'{"object": "error", "message": "out of pages"}', "error in stream", "out of pages"),
         (b"[1]", "error in stream", "[1]"),
-        (b'{"choices": [null]}', "malformed", "expected choices as OpenAI's"),
+        (b'{"choices": [null]}', "malformed", "expected choices like OpenAI's"),
         (b'{"choices": [{"index": [1], "delta": {}}]}', "malformed", "expected choices"),
         (b'{"choices": [{"delta": "text"}]}', "malformed", "expected choices"),
     ],

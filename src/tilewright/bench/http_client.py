@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client over asyncio streams: keep-alive, chunked bodies, TLS. It follows no redirect and no proxy.
+"""A small HTTP/1.1 client over asyncio streams: keep-alive, chunked bodies, TLS; no redirects, no proxies.
 
-It shares the machine with the server it measures, so it must cost little: with 8 streams and an event per segment it
-took 38-60 us of CPU per event, parsing included, and httpx 145-148, both under uvloop (three runs in turns).
+It shares the machine with the server that it measures, so it must cost little: with 8 streams and an event per segment
+it took 38-60 us of CPU per event, parsing included, and httpx 145-148, both under uvloop (three alternating runs).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tilewright.types import RequestError
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """The base URL of a server: http(s)://HOST:PORT, perhaps with a path; a final /v1 is optional."""
+    """The base URL of a server: http(s)://HOST:PORT with an optional path; a final /v1 is optional."""
 
     host: str
     port: int
@@ -29,7 +29,7 @@ class ServerAddress:
 
     @classmethod
     def parse(cls, url: str) -> ServerAddress:
-        """The Server of a URL; RequestError if it is invalid."""
+        """Return the address of a URL; raise RequestError if it is invalid."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -38,19 +38,19 @@ class ServerAddress:
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise RequestError(f"the URL is {url!r}, expected such as http://127.0.0.1:8000")
         if parts.username is not None:
-            raise RequestError("the URL has a user name in it, expected none: --api-key is for secrets")
+            raise RequestError("the URL has a user name, expected none: use --api-key for secrets")
         is_tls = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
         return cls(parts.hostname, port or (443 if is_tls else 80), path, is_tls)
 
     @property
     def address(self) -> str:
-        """host:port, an IPv6 address in brackets."""
+        """The address as host:port, with brackets around IPv6."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def authority(self) -> str:
-        """The address as a URL has it: without the scheme's default port."""
+        """The address as in a URL, without the scheme's default port."""
         return self.address.removesuffix(":443" if self.is_tls else ":80")
 
     @property
@@ -59,7 +59,7 @@ class ServerAddress:
 
 
 class HttpError(Exception):
-    """There is no complete response; `kind` is the reason in a word."""
+    """A response is missing or incomplete; `kind` is the reason in one word."""
 
     kind = "error"
 
@@ -90,9 +90,9 @@ class ChunkDecoder:
 
     def __init__(self) -> None:
         self.is_complete = False
-        self.rest = b""  # received, not decoded yet
+        self.rest = b""  # received but not yet decoded
         self._missing = 0  # bytes of the current chunk
-        self._is_line_end_due = False  # the one after a chunk
+        self._is_line_end_due = False  # a line end must follow the chunk
         self._is_in_trailer = False
 
     def feed(self, data: bytes) -> bytes:
@@ -134,7 +134,7 @@ class ChunkDecoder:
 
 READ_BYTES = 1 << 16
 MAX_HEAD_BYTES = 1 << 16
-# Below the idle timeout of servers (uvicorn and node: 5 s), so that no connection is reused while it is closed.
+# Below the idle timeout of servers (uvicorn and node: 5 s), so that no connection is reused while the server closes it.
 MAX_IDLE_S = 2.0
 CONNECT_TIMEOUT_S = 10.0
 
@@ -150,7 +150,7 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def request(self, method: str, path: str, body: bytes | None = None) -> AsyncIterator[Response]:
-        """The response, whose body is not read yet. HttpError if none comes."""
+        """Send a request and give the response, before its body is read; raise HttpError without a response."""
         connection = self._take_idle() or await self._connect()
         try:
             response = await connection.send(self._head(method, path, body), body or b"")
@@ -210,7 +210,7 @@ class _Connection:
             await self._writer.drain()
         while True:
             response = _parse_head(await self._read_head(), self.reader)
-            if response.status >= 200:  # 1xx responses, such as 100 Continue, come before it
+            if response.status >= 200:  # 1xx responses, such as 100 Continue, precede it
                 return response
 
     async def _read_head(self) -> bytes:
@@ -255,11 +255,11 @@ class Response:
 
     @property
     def can_reuse(self) -> bool:
-        """Whether the connection is ready for another request."""
+        """True if the connection is ready for another request."""
         return self._is_complete and self._keeps_alive
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body, piece by piece as it arrives. ConnectionLost if it is shorter than its length."""
+        """Yield the body in pieces as it arrives; raise ConnectionLost if it is shorter than its length."""
         if "chunked" in self.headers.get("transfer-encoding", "").lower():
             chunks = ChunkDecoder()
             while not chunks.is_complete:
@@ -282,7 +282,7 @@ class Response:
         self._is_complete = True
 
     async def read(self, max_bytes: int) -> bytes:
-        """The body, truncated after about `max_bytes`."""
+        """Return the body, truncated after about `max_bytes`."""
         body = b""
         async for piece in self.pieces():
             body += piece

@@ -1,4 +1,4 @@
-"""`tilewright bench kernels`: every kernel at the shapes of real models, beside torch and the machine's limit."""
+"""`tilewright bench kernels`: compares every kernel, at shapes of real models, with torch and the machine's limit."""
 
 import argparse
 import sys
@@ -13,13 +13,13 @@ if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help is fast
 
 
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the command `kernels`."""
+    """Add the command `kernels`."""
     parser = subparsers.add_parser(
         "kernels",
-        help="every kernel beside torch's own op and the machine's limit",
-        description="Times each kernel at the shapes of Qwen3-VL 2B and 8B and of Qwen3.5's linear attention, in turns "
-        "with torch's way to the same result. A kernel that disagrees with its twin gets no figure, and the exit "
-        "status is 1.",
+        help="compare every kernel with torch and the machine's limit",
+        description="Times each kernel at the shapes of Qwen3-VL 2B and 8B and of Qwen3.5's linear attention, "
+        "alternating with torch ops of the same result. A kernel that disagrees with its twin gets no figure, and "
+        "the exit status is 1.",
         epilog="""examples:
   tilewright bench kernels                              all of them
   tilewright bench kernels --filter "linear 2B"         rows whose name and shape have these words
@@ -27,17 +27,17 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--filter", default="", metavar="TEXT", help="only rows whose name and shape have all these words"
+        "--filter", default="", metavar="TEXT", help="only rows whose name and shape contain all these words"
     )
     parser.add_argument("--rounds", type=positive, default=15, metavar="N", help="samples of each side (default 15)")
     parser.add_argument("--threads", type=positive, metavar="N", help="threads of both sides (default: all)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, and the machine, to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results and the machine to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a roofline to FILE (needs matplotlib)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status: 0, 1 if a check failed, 2 if no row matches or a flag cannot be used."""
+    """Run the benchmark; return 0, 1 if a check failed, or 2 if no row matches."""
     from tilewright.bench import report
 
     report.check_outputs(options)
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     words = options.filter.split()
     rows = [row for row in all_rows() if all(word in f"{row.name} {row.shape} {row.group}" for word in words)]
     if not rows:
-        print(f"tilewright: no row has the words of --filter {options.filter!r}", file=sys.stderr)
+        print(f"tilewright: no row contains the words of --filter {options.filter!r}", file=sys.stderr)
         return 2
     if options.threads:
         kernels.set_num_threads(options.threads)

@@ -1,4 +1,4 @@
-"""`tilewright bench decode|prefill|picture|batch`: a whole model against the machine's current limits."""
+"""`tilewright bench decode|prefill|picture|batch`: a whole model compared with the machine's current limits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help is fast
 WHAT = {
     "decode": "tokens per second of one answer, and the share of the read bandwidth",
     "prefill": "tokens per second of one prompt, and the share of a large matrix product's speed",
-    "picture": "time to the first token of a question about a picture, and what it goes to",
-    "batch": "many requests at once, and the same ones again, when they are cached",
+    "picture": "time to the first token of a question about a picture, and its parts",
+    "batch": "many requests at once, then the same requests from the caches",
 }
 DEFAULTS = {  # prompt tokens, new tokens, size of pictures
     "decode": (128, 64, None),
@@ -29,14 +29,14 @@ DEFAULTS = {  # prompt tokens, new tokens, size of pictures
 
 
 def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the commands `decode`, `prefill`, `picture` and `batch`."""
+    """Add the commands `decode`, `prefill`, `picture` and `batch`."""
     for name, what in WHAT.items():
         prompt_tokens, new_tokens, size = DEFAULTS[name]
         parser = subparsers.add_parser(
             name,
             help=what,
             description=f"Measures {what}. Prompts are random and new in every round; answers are greedy and have "
-            "the full length. The machine's own speed is probed between the rounds.",
+            "the full length. The machine's speed is probed between the rounds.",
             epilog=f"""examples:
   tilewright bench {name}                                 the embedded model
   tilewright bench {name} -m MODEL
@@ -49,10 +49,10 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
         if name == "batch":
             _number(parser, "--batch", 8, "requests at once")
         if size:
-            help_text = f"of the pictures (default {size[0]}x{size[1]})"
+            help_text = f"size of the pictures (default {size[0]}x{size[1]})"
             parser.add_argument("--size", type=report.size, default=size, metavar="WxH", help=help_text)
-        _number(parser, "--rounds", 5, "how often it is measured")
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, and the machine")
+        _number(parser, "--rounds", 5, "number of measurements")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write the results and the machine")
         parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rounds (needs matplotlib)")
         engine_flags.add_arguments(parser, speculate=0)
         parser.set_defaults(run=run, what=name, new_tokens=new_tokens)
@@ -65,9 +65,9 @@ def _number(parser: argparse.ArgumentParser, flag: str, default: int, what: str)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status."""
+    """Run the benchmark and return the exit status."""
     if options.what == "decode" and options.new_tokens < 2:
-        print("tilewright: --new-tokens is 1, expected 2 or more: the first is prefill's", file=sys.stderr)
+        print("tilewright: --new-tokens is 1, expected 2 or more: the first belongs to prefill", file=sys.stderr)
         return 2
     engine_flags.check_model(options.model, options.mmproj)
     report.check_outputs(options)

@@ -1,4 +1,4 @@
-"""`tilewright bench image|video`: a diffusion pipeline, by its steps and its pictures."""
+"""`tilewright bench image|video`: times a diffusion pipeline per step and per picture."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help is fast
     from tilewright.diffusion.params import GenerationParams
 
 WHAT = {
-    "image": "seconds per denoising step and per picture, and what they go to",
-    "video": "seconds per denoising step and per video, and what they go to",
+    "image": "seconds per denoising step and per picture, and their parts",
+    "video": "seconds per denoising step and per video, and their parts",
 }
 PROMPT = "a red circle left of a blue square"
 
 
 def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the commands `image` and `video`."""
+    """Add the commands `image` and `video`."""
     for name, what in WHAT.items():
         parser = subparsers.add_parser(
             name,
             help=what,
-            description=f"Measures {what}. Every round has another seed. The machine's own speed is probed between "
+            description=f"Measures {what}. Every round has another seed. The machine's speed is probed between "
             "the rounds.",
             epilog=f"""examples:
   tilewright bench {name} -m MODEL
@@ -38,19 +38,19 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
         )
         parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help=f"default: {PROMPT}")
         if name == "video":
-            parser.add_argument("--frames", type=engine.positive, metavar="N", help="default: the model's own")
+            parser.add_argument("--frames", type=engine.positive, metavar="N", help="default: the model's")
         else:
-            parser.add_argument("-n", type=engine.positive, default=1, metavar="N", help="at once (default 1)")
+            parser.add_argument("-n", type=engine.positive, default=1, metavar="N", help="pictures at once (default 1)")
         pictures.add_picture_arguments(parser)
         pictures.add_model_arguments(parser)
         parser.add_argument("--rounds", type=engine.positive, default=3, metavar="N", help="default 3")
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, and the machine")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write the results and the machine")
         parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rounds (needs matplotlib)")
         parser.set_defaults(run=run, what=name)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status."""
+    """Run the benchmark and return the exit status."""
     pictures.check_files(options)
     report.check_outputs(options)
     from tilewright.bench.rounds import as_table, write_json, write_plot

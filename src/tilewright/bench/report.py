@@ -1,4 +1,4 @@
-"""Tables, JSON and plots of benchmarks, with the limits of the machine and the checks that all benchmarks share."""
+"""Tables, JSON and plots of benchmarks, the machine's limits, and checks that all benchmarks share."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 def size(text: str) -> tuple[int, int]:
-    """Width and height of a flag such as 1024x768."""
+    """Return width and height of a flag such as 1024x768."""
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     if not match or not all(map(int, match.groups())):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, expected such as 1024x768")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size, expected one such as 1024x768")
     return int(match[1]), int(match[2])
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """RequestError if the files of --json and --plot could not be written, before anything is measured."""
+    """Raise RequestError if the files of --json and --plot cannot be written, before anything is measured."""
     if options.json:
         files.check_output(options.json, "--json")
     if not options.plot:
@@ -49,7 +49,7 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 
 def save_figure(path: Path, figure: Figure) -> None:
-    """The figure as a file of the format that its name ends in, PNG where it has no ending."""
+    """Write the figure in the format of the file's suffix, PNG without one."""
     data = io.BytesIO()
     figure.savefig(data, format=_plot_format(path), dpi=130)
     files.write_bytes(path, data.getvalue())
@@ -60,12 +60,10 @@ def _plot_format(path: Path) -> str:
 
 
 def load_average() -> float:
-    """The load average of the last minute; warns if other processes use too much of the machine."""
+    """Return the load average of the last minute; warn if other processes use too much of the machine."""
     load = os.getloadavg()[0]
     if load > 0.5 * (os.cpu_count() or 1):
-        print(
-            f"tilewright: the load average is {load:.1f}: others are running, the figures will suffer", file=sys.stderr
-        )
+        print(f"tilewright: the load average is {load:.1f}: other programs distort the figures", file=sys.stderr)
     return load
 
 
@@ -88,7 +86,7 @@ class MachineLimits:
     bf16_tflops: float
 
     def seconds(self, bytes_moved: int, flops: int) -> float:
-        """The minimum time of any kernel on this machine."""
+        """Return the minimum time of any kernel on this machine."""
         return max(bytes_moved / (self.read_gb_s * 1e9), flops / (self.bf16_tflops * 1e12))
 
 
@@ -106,12 +104,12 @@ class BenchResult:
 
     @property
     def speedup(self) -> float:
-        """torch's time divided by ours."""
+        """The time of torch divided by that of the kernel."""
         return self.times.torch_s / self.times.ours_s if self.times else math.nan
 
     @property
     def of_limit(self) -> float:
-        """The share of the machine's limit that our kernel reaches."""
+        """The share of the machine's limit that the kernel reaches."""
         return self.limit_s / self.times.ours_s if self.times else math.nan
 
 
@@ -126,7 +124,7 @@ class GroupMean:
 
 
 def means(results: Sequence[BenchResult]) -> list[GroupMean]:
-    """The means of each group, in the order the groups came; a row that failed its check is left out."""
+    """Return the means of each group, in order of appearance, without rows that failed their check."""
     groups: dict[str, list[BenchResult]] = {}
     for result in results:
         if result.group and result.times:
@@ -143,7 +141,7 @@ def means(results: Sequence[BenchResult]) -> list[GroupMean]:
 
 
 def as_table(results: Sequence[BenchResult], limits: MachineLimits, torch_dtypes: Mapping[str, str]) -> str:
-    """The rows for people to read, the means of the groups below them; `torch_dtypes` by kind of product."""
+    """Return the rows as a table, followed by the groups' means; `torch_dtypes` by kind of product."""
     head = ("kernel", "shape", "ours us", "torch us", "x torch", "GB/s", "TFLOP/s", "of limit")
     lines = [head, *(_cells(result) for result in results)]
     text = aligned(lines, left=(0, 1))
@@ -180,7 +178,7 @@ def _cells(result: BenchResult) -> tuple[str, ...]:
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """The lines with aligned columns: those in `left` to the left, the others to the right."""
+    """Return the lines with aligned columns: those of `left` to the left, the others to the right."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return [
         "  ".join(
@@ -196,7 +194,7 @@ def write_document(path: Path, document: dict[str, object]) -> None:
 
 
 def write_json(path: Path, results: Sequence[BenchResult], about: dict[str, object]) -> None:
-    """The rows and their means beside what the machine is and what it reached."""
+    """Write the rows and their means, and `about`: the machine and its limits."""
     rows = [asdict(r) | {"speedup": _number(r.speedup), "of_limit": _number(r.of_limit)} for r in results]
     write_document(path, about | {"rows": rows, "geometric_means": [asdict(mean) for mean in means(results)]})
 
@@ -206,7 +204,7 @@ def _number(value: float) -> float | None:
 
 
 def write_plot(path: Path, results: Sequence[BenchResult], limits: MachineLimits) -> None:
-    """A roofline: speed over arithmetic intensity, ours and torch's, under what the machine allows."""
+    """Plot a roofline: the speeds of kernels and torch over arithmetic intensity, under the machine's limits."""
     from matplotlib.figure import Figure  # imported here: only plots need it
 
     figure = Figure(figsize=(10, 6.5), layout="constrained")

@@ -1,6 +1,6 @@
-"""The four benchmarks of a model, round by round, and their rounds as a table, JSON and a plot.
+"""The four benchmarks of a model, in rounds, and their rounds as a table, JSON and a plot.
 
-Every round has new prompts, so that no cache helps.
+Every round has new prompts, so that caches have no effect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tilewright.types import Completion, RequestError
 
 @dataclass(frozen=True)
 class Measurement:
-    """A number with its unit. `limited_by` names the field of Probe that limits it, if any."""
+    """A number with its unit. `limited_by` is the field of Probe that limits it, if any."""
 
     value: float
     unit: str
@@ -48,7 +48,7 @@ class Round:
 
     @classmethod
     def of(cls, amounts: Amounts, probe: Probe) -> Round:
-        """The measurements, with the share of the machine's limit for each rate that has one."""
+        """Return the round, with the share of the machine's limit for each rate that has one."""
         with_shares: Amounts = {}
         for name, amount in amounts.items():
             with_shares[name] = amount
@@ -63,13 +63,13 @@ def costs(engine: Engine) -> Costs:
 
 
 class Prompts:
-    """Prompts and pictures that differ in every round, so that no cache has them."""
+    """Makes prompts and pictures that differ in every round, so that no cache has them."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.picture_token_ids = engine.loaded.processor.picture_token_ids
         vocabulary_size = engine.loaded.model.vocab_size
-        # Special tokens are the first or the last of a vocabulary.
+        # Special tokens are at the beginning or the end of a vocabulary.
         self.id_range = vocabulary_size // 8, vocabulary_size * 7 // 8
 
     def ids(self, count: int, *seed: int) -> list[int]:
@@ -77,11 +77,11 @@ class Prompts:
 
     def ids_with_picture(self, count: int, *seed: int) -> list[int]:
         if not self.picture_token_ids:
-            raise RequestError(f"{self.engine.loaded.name} takes text alone, expected a model that takes pictures")
+            raise RequestError(f"{self.engine.loaded.name} accepts text only, expected a model that accepts pictures")
         return [*self.picture_token_ids, *self.ids(count, *seed)]
 
     def picture(self, size: tuple[int, int], *seed: int) -> Image.Image:
-        """Gradients under noise."""
+        """Return a picture of gradients with noise."""
         width, height = size
         random = np.random.default_rng(seed)
         corners = random.uniform(0, 255, (2, 2, 3)).astype(np.uint8)
@@ -89,7 +89,7 @@ class Prompts:
         return Image.fromarray((smooth + random.normal(0, 10, (height, width, 3))).clip(0, 255).astype(np.uint8))
 
     def answers(self, prompts: list[list[int]], new_tokens: int, images: list[Any] | None = None) -> list[Completion]:
-        """The answers to all prompts at once, each of exactly `new_tokens` tokens."""
+        """Generate the answers to all prompts at once, each of exactly `new_tokens` tokens."""
         return self.engine.generate(
             prompt_token_ids=prompts,
             images=[[image] for image in images or ()],
@@ -100,7 +100,7 @@ class Prompts:
 
 
 def decode(engine: Engine, options: argparse.Namespace) -> Measure:
-    """Tokens per second after the first one; bytes are those of the weights and of the keys and values read."""
+    """Measure tokens per second after the first, and the bytes of weights, keys and values that are read."""
     prompts, costs_of_model = Prompts(engine), costs(engine)
     num_steps = options.new_tokens - 1
     bytes_per_step = costs_of_model.decode_bytes(options.prompt_tokens + options.new_tokens // 2)
@@ -119,7 +119,7 @@ def decode(engine: Engine, options: argparse.Namespace) -> Measure:
 
 
 def prefill(engine: Engine, options: argparse.Namespace) -> Measure:
-    """Tokens per second up to the first token. The share counts linear layers only, as the probe does."""
+    """Measure prompt tokens per second up to the first token. The share counts linear layers only, like the probe."""
     prompts, costs_of_model = Prompts(engine), costs(engine)
     num_tokens = options.prompt_tokens
     linear_flops = costs_of_model.prefill_flops(num_tokens)
@@ -138,12 +138,12 @@ def prefill(engine: Engine, options: argparse.Namespace) -> Measure:
 
 
 def picture(engine: Engine, options: argparse.Namespace) -> Measure:
-    """Seconds to the first token. Preprocessing and vision are timed alone, on another picture; prefill is the rest."""
+    """Measure seconds to the first token. Preprocessing and vision are timed separately; prefill is the rest."""
     prompts = Prompts(engine)
-    prompts.ids_with_picture(1, 0)  # fails at once if the model takes no pictures
+    prompts.ids_with_picture(1, 0)  # fails at once if the model accepts no pictures
     loaded, count = engine.loaded, options.prompt_tokens
     buffer = loaded.processor.media_buffer
-    assert buffer is not None, "a model that takes pictures has a buffer for them"
+    assert buffer is not None, "a model that accepts pictures has a buffer for them"
 
     @torch.inference_mode()
     def parts(number: int) -> tuple[float, float]:
@@ -171,7 +171,7 @@ def picture(engine: Engine, options: argparse.Namespace) -> Measure:
 
 
 def batch(engine: Engine, options: argparse.Namespace) -> Measure:
-    """Seconds of many requests at once, each with a picture if the model takes one; then the same requests again."""
+    """Measure seconds of many requests at once, with pictures if the model accepts them; then of the same again."""
     prompts = Prompts(engine)
     num_tokens = options.batch * options.new_tokens
 
@@ -208,7 +208,7 @@ MEASURES: dict[str, Callable[[Engine, argparse.Namespace], Measure]] = {
 
 
 def summary(rounds: Sequence[Round]) -> dict[str, dict[str, object]]:
-    """Median, minimum and maximum of each value over the rounds."""
+    """Return median, minimum and maximum of each value over the rounds."""
     found: dict[str, dict[str, object]] = {}
     for name, amount in rounds[0].amounts.items():
         values = [one.amounts[name].value for one in rounds]
@@ -226,7 +226,7 @@ def limits(rounds: Sequence[Round]) -> Probe:
 
 
 def as_table(rounds: Sequence[Round]) -> str:
-    """The values as a table, with the machine's speed during the rounds."""
+    """Return the values as a table, with the machine's speed during the rounds."""
     lines = [("", "median", "min", "max", "unit")]
     for name, entry in summary(rounds).items():
         numbers = (f"{entry[key]:.4g}" for key in ("median", "min", "max"))
@@ -237,7 +237,7 @@ def as_table(rounds: Sequence[Round]) -> str:
             *aligned(lines, left=(0, 4)),
             "",
             f"the machine between the rounds, medians: read {machine.read_gb_s:.1f} GB/s "
-            f"at best, {machine.read_gb_s_median:.1f} as a rule, "
+            f"at best, {machine.read_gb_s_median:.1f} typically, "
             f"matrix product {machine.gemm_tflops:.2f} TFLOP/s ({machine.gemm_dtype}), "
             f"multiply peak {machine.peak_tflops:.2f} TFLOP/s",
         ]
@@ -245,7 +245,7 @@ def as_table(rounds: Sequence[Round]) -> str:
 
 
 def write_json(path: Path, rounds: Sequence[Round], about: dict[str, object]) -> None:
-    """The measurements, the machine and its limits."""
+    """Write the measurements, the machine's limits and `about`."""
     document = {
         "figures": summary(rounds),
         "limits": asdict(limits(rounds)),
@@ -255,7 +255,7 @@ def write_json(path: Path, rounds: Sequence[Round], about: dict[str, object]) ->
 
 
 def write_plot(path: Path, rounds: Sequence[Round], title: str) -> None:
-    """A panel for each value: its rounds as dots, their median as a line."""
+    """Plot a panel for each value: its rounds as dots, their median as a line."""
     from matplotlib.figure import Figure  # imported here: only plots need it
 
     entries = summary(rounds)

@@ -1,11 +1,11 @@
-"""The sizes of the models whose layers are measured, as their published configs give them."""
+"""The sizes of the models whose layers are measured, from their published configs."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class VisionShape:
-    """A vision tower: patches of patch x patch x 2 frames, merge x merge of them to a token."""
+    """A vision tower: patches of patch x patch x 2 frames, merge x merge of which make a token."""
 
     hidden: int
     mlp: int
@@ -66,7 +66,7 @@ MODELS = (
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The experts of a layer of a sparse model: `top_k` of `num_experts` for each token."""
+    """The experts of an MoE layer: `top_k` of `num_experts` per token."""
 
     name: str
     hidden: int
@@ -102,5 +102,5 @@ class LinearAttentionShape:
         return (2 * self.key_heads + self.value_heads) * self.width
 
 
-# Qwen3.5 0.8B and 2B have the first, 4B, 9B and 35B-A3B the second.
+# Qwen3.5 0.8B and 2B have the first shape, 4B, 9B and 35B-A3B the second.
 LINEAR_ATTENTIONS = (LinearAttentionShape("3.5-2B", 16, 16), LinearAttentionShape("3.5-9B", 16, 32))

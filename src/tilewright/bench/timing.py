@@ -1,7 +1,7 @@
-"""Times two calls in turns, so that other load on the machine affects both, and probes the machine's current speed.
+"""Times two calls alternately, so that other load affects both, and probes the machine's current speed.
 
-Kernels are compared with torch in the dtype in which torch multiplies fastest on this machine: without bf16 in hardware
-it may multiply bf16 a hundred times slower than fp32 (0.3 GFLOP/s on a Neoverse-N1).
+Kernels are compared with torch in torch's fastest dtype on this machine: without bf16 in hardware, torch may multiply
+bf16 a hundred times slower than fp32 (0.3 GFLOP/s on a Neoverse-N1).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIN_SAMPLE_S = 5e-4
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds per call: the medians over the rounds, and the minima, which show how noisy the medians are."""
+    """Seconds per call: medians over the rounds, and minima, which show how noisy the medians are."""
 
     ours_s: float
     torch_s: float
@@ -55,7 +55,7 @@ class _Timer:
 
 
 def interleaved(calls: Calls, rounds: int) -> Times:
-    """Median seconds per call of both, each round one sample of ours and one of torch's, in changing order."""
+    """Return the times of both calls; each round takes a sample of each, in alternating order."""
     ours, theirs = _Timer(calls.ours), _Timer(calls.torch)
     for round_number in range(rounds):
         for timer in (ours, theirs) if round_number % 2 else (theirs, ours):
@@ -65,25 +65,25 @@ def interleaved(calls: Calls, rounds: int) -> Times:
     )
 
 
-GEMM_SHAPE = (2048, 4096, 4096)  # rows, inputs, outputs: 69 GFLOP, 80 MB, over any cache but far from memory-bound
+GEMM_SHAPE = (2048, 4096, 4096)  # rows, inputs, outputs: 69 GFLOP, 80 MB, above any cache but not memory-bound
 NUM_GEMMS = 4
-MAX_GEMM_S = 1.0  # in all: on a slow machine one product takes seconds, and is enough
-SECONDS = 0.5  # of the kernels that read and that multiply, beside the matrix products
+MAX_GEMM_S = 1.0  # in total: on a slow machine one product takes seconds, and suffices
+SECONDS = 0.5  # for the kernels that measure reading and multiplying, beside the matrix products
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The best of several short passes, and the median of the reading ones, to show how steady they are."""
+    """The best of several short passes, and the median of the reading passes, which shows how steady they are."""
 
     read_gb_s: float
     read_gb_s_median: float
     gemm_tflops: float  # torch's matrix product, in its fastest dtype on this machine
-    peak_tflops: float  # bf16 multiply-adds with everything in registers
-    gemm_dtype: str  # that dtype
+    peak_tflops: float  # bf16 multiply-adds in registers
+    gemm_dtype: str  # the dtype of gemm_tflops
 
 
 def probe() -> Probe:
-    """A Probe, in a second or two."""
+    """Measure a Probe, in one or two seconds."""
     measured = machine.measure(SECONDS)
     rows, inputs, outputs = GEMM_SHAPE
     generator = torch.Generator().manual_seed(0)
@@ -101,12 +101,12 @@ def probe() -> Probe:
 
 
 def between(before: Probe, after: Probe) -> Probe:
-    """The mean of two probes, for what ran between them."""
+    """Return the mean of two probes, for work that ran between them."""
     return _combined([before, after], statistics.mean)
 
 
 def median(probes: Sequence[Probe]) -> Probe:
-    """The median of each of their figures."""
+    """Return the medians of the probes' figures."""
     return _combined(probes, statistics.median)
 
 
@@ -116,15 +116,15 @@ def _combined(probes: Sequence[Probe], combine: Callable[[list[float]], float]) 
     return Probe(**figures, gemm_dtype=probes[0].gemm_dtype)
 
 
-# Rows, inputs, outputs of what is timed. Torch has code of its own for a single row, which waits for memory: its matrix
-# is larger than a core's caches. At 0.3 GFLOP/s a product takes a quarter of a second.
+# Rows, inputs, outputs of the timed products. Torch has separate code for a single row, which is memory-bound: its
+# matrix is larger than a core's caches. At 0.3 GFLOP/s a product takes a quarter of a second.
 MATRIX, VECTOR = (128, 512, 512), (1, 4096, 4096)
 MIN_TURNS, MAX_TURNS = 2, 50  # the first compiles oneDNN's kernel
 ENOUGH_S = 0.3  # of both types together
 
 
 def fastest_dtype(num_rows: int) -> torch.dtype:
-    """bfloat16 or float32, whichever torch multiplies so many rows faster in; timed once, in a second at most."""
+    """Return bfloat16 or float32, whichever torch multiplies `num_rows` rows in faster; timed once, within a second."""
     return _timed(VECTOR if num_rows == 1 else MATRIX)
 
 
@@ -133,7 +133,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def by_product() -> dict[str, str]:
-    """The dtype's name for each kind of product."""
+    """Return the name of the fastest dtype for each kind of product."""
     return {"matrix": dtype_name(_timed(MATRIX)), "vector": dtype_name(_timed(VECTOR))}
 
 
@@ -146,14 +146,14 @@ def _timed(shape: tuple[int, int, int]) -> torch.dtype:
     for turn in range(MAX_TURNS):
         if turn >= MIN_TURNS and sum(map(sum, times_s.values())) > ENOUGH_S:
             break
-        for dtype, pair in operands.items():  # in turns, so that other load affects both
+        for dtype, pair in operands.items():  # alternating, so that other load affects both
             times_s[dtype].append(_product_s(*pair))
     return min(times_s, key=lambda dtype: min(times_s[dtype]))
 
 
 def _product_s(x: torch.Tensor, weight: torch.Tensor) -> float:
     with torch.inference_mode(), warnings.catch_warnings():
-        # Where the CPU has no instructions for bf16, torch warns of it, with a trace of its own calls.
+        # On a CPU without bf16 instructions, torch warns with a trace of its calls.
         warnings.simplefilter("ignore")
         begin = perf_counter()
         torch.nn.functional.linear(x, weight)

@@ -1,4 +1,4 @@
-"""The rows, one file per op family; a new family is a file with `rows()` and a line here."""
+"""The rows of the kernel benchmark, in a file per family of ops; a new function of rows needs a line here."""
 
 from collections.abc import Iterator
 
@@ -24,6 +24,6 @@ FAMILIES = (
 
 
 def all_rows() -> Iterator[Row]:
-    """Every row, cheap to make: tensors come with Row.prepare."""
+    """Yield every row without its tensors, which Row.prepare makes."""
     for rows in FAMILIES:
         yield from rows()

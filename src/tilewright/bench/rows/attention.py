@@ -22,7 +22,7 @@ PAGE_SIZE = 128
 BATCH, CONTEXT = 8, 4096
 CHUNK = 1024
 BYTES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # types of keys and values
-# fp32 scores of the reference for 4096 patches take 1 GB; this many queries show a wrong kernel as well.
+# fp32 scores of the reference for 4096 patches take 1 GB; this many queries suffice to show a wrong kernel.
 CHECKED_QUERIES = 64
 
 
@@ -62,7 +62,7 @@ def attention_rows() -> Iterator[Row]:
 
 
 def _as_kept(x: Tensor, kv_dtype: torch.dtype) -> Tensor:
-    """What attention reads of keys or values."""
+    """Return keys or values as attention reads them from the cache."""
     return x if kv_dtype == torch.bfloat16 else rounded(x, kv_dtype)
 
 
@@ -92,7 +92,7 @@ def _varlen(patches: int, heads: int, width: int) -> Calls:
 def _paged(
     batch: int, num_queries: int, heads: int, kv_heads: int, width: int, kv_dtype: torch.dtype = torch.bfloat16
 ) -> Calls:
-    """`num_queries` new tokens of each sequence, the last of its CONTEXT."""
+    """Return the calls for `num_queries` new tokens per sequence, the last of CONTEXT."""
     pages = CONTEXT // PAGE_SIZE
     cache = KvCache.empty(batch * pages, PAGE_SIZE, kv_heads, width, kv_dtype)
     k, v = random(2 * batch * CONTEXT, kv_heads, width).chunk(2)
@@ -203,7 +203,7 @@ def _heads(qkv: Tensor, heads: int, kv_heads: int, width: int) -> tuple[Tensor, 
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As the models of transformers do it: cos and sin [T, 1, K] in the type of x."""
+    """Return x rotated as in the models of transformers: cos and sin [T, 1, K] in the dtype of x."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 

@@ -1,4 +1,4 @@
-"""Rows of activations and norms: of the language model, the vision tower, diffusion transformers, autoencoders."""
+"""Rows of activations and norms of language models, vision towers, diffusion transformers and autoencoders."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +15,7 @@ from tilewright.ops.torch_backend import activation as reference
 from tilewright.ops.torch_backend import norm as norm_reference
 
 TOKENS = (8, 4096)
-# Rows and channels of the stages of Qwen3-Omni's code2wav, of four frames.
+# Rows and channels of stages of Qwen3-Omni's code2wav, for four frames.
 SNAKES = ((128, 768), (7680, 96))
 
 

@@ -1,6 +1,6 @@
-"""Rows of the gated delta nets of Qwen3.5: a prompt, decode steps, and the ops before and after the rule.
+"""Rows of Qwen3.5's gated delta nets: a prompt, decode steps, and the ops before and after the rule.
 
-Beside them is plain torch: for a prompt the chunked form in fp32, for the rest the ops that transformers uses.
+They are compared with plain torch: the chunked form in fp32 for a prompt, the ops of transformers for the rest.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ CHUNK_TOKENS = 64
 def chunked_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """out and the state after the last token, of q, k and v as `ops.gated_delta_rule` takes them.
+    """Return out and the state after the last token; arguments are those of `ops.gated_delta_rule`.
 
     With the decay since the chunk began e_i = exp(g_1 + .. + g_i) and L_ij = beta_i (k_i . k_j) e_i / e_j below the
     diagonal, the values that a chunk adds are the solution of (I + L) U = beta (V - e K S).
@@ -54,7 +54,7 @@ def chunked_delta_rule(
 
 PROMPT = 2048
 BATCHES = (1, 8)
-# The twin keeps a state for each token; this many show a wrong kernel.
+# The twin keeps a state per token; this many tokens suffice to show a wrong kernel.
 CHECKED_TOKENS = 200
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, g, beta
@@ -86,7 +86,7 @@ def gated_delta_rows() -> Iterator[Row]:
         flops = 2 * PROMPT * channels * net.conv_width
         yield Row("causal_conv", shape, 4 * PROMPT * channels, flops, partial(_conv, net))
         for batch in BATCHES:
-            # Tokens in and out, the inputs kept for them read and written, the taps read.
+            # Reads and writes tokens and the inputs kept for them, and reads the taps.
             moved = 2 * channels * (2 * batch * net.conv_width + net.conv_width)
             flops = 2 * batch * channels * net.conv_width
             shape = f"{net.name} batch {batch}, {channels} channels"
@@ -102,7 +102,7 @@ def gated_delta_rows() -> Iterator[Row]:
 
 
 def _in_huge_pages(tensor: Tensor) -> Tensor:
-    """The same values in the memory layout of the engine's activations and states."""
+    """Return a copy in huge pages, like the engine's activations and states."""
     return empty_in_huge_pages(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
@@ -111,7 +111,7 @@ def _starts(*starts: int) -> Tensor:
 
 
 def _inputs(net: LinearAttentionShape, tokens: int, dtype: torch.dtype) -> Inputs:
-    """q, k and v as slices of a packed row, g and beta."""
+    """Return q, k and v as slices of packed rows, g and beta."""
     keys = net.key_heads * net.width
     packed = _in_huge_pages(random(tokens, net.qkv_width, dtype=dtype))
     q, k, v = (x.unflatten(1, (-1, net.width)) for x in packed.split([keys, keys, net.value_heads * net.width], dim=1))
@@ -151,7 +151,7 @@ def _prompt(net: LinearAttentionShape, dtype: torch.dtype) -> Calls:
 
 
 def _step(net: LinearAttentionShape, batch: int) -> Calls:
-    """Calls rotate among the slots of a pool that no cache holds, as layers do among their pools."""
+    """Return calls that rotate among the slots of a pool too large for caches, as layers do among their pools."""
     inputs = _inputs(net, batch, torch.bfloat16)
     shape = (net.value_heads, net.width, net.width)
     num_calls = max(2, ROTATION_BYTES // (4 * batch * net.state_elements))
@@ -201,7 +201,7 @@ def _conv(net: LinearAttentionShape) -> Calls:
 
 
 def _conv_step(net: LinearAttentionShape, batch: int) -> Calls:
-    """Calls rotate among taps and states that no cache holds, as layers do among theirs."""
+    """Return calls that rotate among taps and states too large for caches, as layers do among theirs."""
     channels, taps = net.qkv_width, net.conv_width
     x, out = random(batch, channels), random(batch, channels)
     copies = rotation(random(taps, channels, seed=1), random(batch, taps - 1, channels, seed=2))
@@ -238,7 +238,7 @@ def _split(net: LinearAttentionShape, interleaved: bool) -> Calls:
         return gated_delta.split_projections(qkvz, ba, *heads, interleaved=interleaved, out=(qkv, z, b, a))
 
     def theirs(_: int) -> tuple[Tensor, ...]:
-        # Some contiguous parts are views: copied, so that both sides write as much.
+        # Some contiguous parts are views: copy them, so that both sides write as much.
         return tuple(part.contiguous() for part in twins.split_projections(qkvz, ba, *heads, interleaved=interleaved))
 
     def check() -> bool:

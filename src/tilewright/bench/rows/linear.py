@@ -1,4 +1,4 @@
-"""Rows of packed linears (language model, vision tower, head), and of the router and experts of sparse layers."""
+"""Rows of packed linears (language model, vision tower, head) and of the router and experts of MoE layers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,7 +32,7 @@ QUANTIZED = (
 QUANTIZED_ROWS = (1, 8, 512)
 HEAD_ROWS = (1, 16)
 VISION_ROWS = (1024, 4096)
-# The reference runs in fp32: this many rows and outputs are enough to show a wrong kernel.
+# The reference runs in fp32: this many rows and outputs suffice to show a wrong kernel.
 CHECKED_ROWS, CHECKED_OUTPUTS = 64, 4096
 
 
@@ -54,7 +54,7 @@ def linear_rows() -> Iterator[Row]:
             for m in VISION_ROWS:
                 yield _row("linear", f"{model.name} vision {name}", m, n, k, f"linear vision M={m}")
         vision, patches = model.vision, VISION_ROWS[-1]
-        frame = vision.patch_elements // 2  # of a picture: the kernel is summed over its two frames
+        frame = vision.patch_elements // 2  # for a picture, whose kernel is summed over the two frames
         moved = 2 * (vision.hidden * frame + patches * (frame + vision.hidden))
         shape = f"{model.name} {patches} patches of {vision.patch} x {vision.patch}"
         yield Row("patch embedding", shape, moved, 2 * patches * vision.hidden * frame, partial(_patches, vision))
@@ -67,7 +67,7 @@ def _row(name: str, label: str, m: int, n: int, k: int, group: str, *, gated: bo
 
 
 def _quantized_row(label: str, m: int, n: int, k: int, format: tuple[str, int]) -> Row:
-    """Beside our own product of the same weight in bf16."""
+    """Return a row that compares a quantised linear with the bf16 kernel instead of torch."""
     name, group = format
     form = PackedForm(weight_format(*format), n, k)
     num_scales, scale_bytes = form.num_scales, 1 if form.format.has_steps else scale_dtype(name, group).itemsize
@@ -96,7 +96,7 @@ def _quantized_calls(m: int, n: int, k: int, format: tuple[str, int]) -> Calls:
 
 @lru_cache(maxsize=1)
 def _quantized_weights(n: int, k: int, format: tuple[str, int]) -> tuple[Quantized, list[PackedWeight]]:
-    """The first rows of a weight rounded, and a rotation of all of it packed."""
+    """Return the quantised first rows of a weight for the check, and a rotation of the packed weight."""
     weight = _weight(n, k)
     packed = pack_weight(weight, dtype=weight_format(*format))
     copies = -(-num_copies(weight) * weight.nbytes // packed.size_bytes)
@@ -123,7 +123,7 @@ def _calls(m: int, n: int, k: int, gated: bool) -> Calls:
 
 
 def _patches(vision: VisionShape) -> Calls:
-    """A picture as one frame with a summed kernel, against the model's two equal frames and convolution."""
+    """Return the calls of one frame with a summed kernel, and of torch's convolution over two equal frames."""
     patches, frame = VISION_ROWS[-1], vision.patch_elements // 2
     x, kernel = (
         random(patches, frame),
@@ -146,16 +146,16 @@ def _patches(vision: VisionShape) -> Calls:
     return Calls(lambda _: linear(x, packed, out=out), theirs, check)
 
 
-@lru_cache(maxsize=1)  # rows of one weight follow each other
+@lru_cache(maxsize=1)  # rows of one weight are consecutive
 def _weights(n: int, k: int, gated: bool) -> tuple[Tensor, list[PackedWeight]]:
-    """A weight that keeps the sums near 1, and a rotation of it packed."""
+    """Return a weight that keeps sums near 1, and a rotation of the packed weight."""
     weight = _weight(n, k)
     return weight, [pack_weight(weight, gated=gated) for _ in range(num_copies(weight))]
 
 
 @lru_cache(maxsize=1)
 def _their_weights(n: int, k: int, dtype: torch.dtype) -> list[Tensor]:
-    """A rotation of the same weight, plain and in torch's type."""
+    """Return a rotation of the same weight for torch, in `dtype`."""
     return [copy for (copy,) in rotation(_weight(n, k).to(dtype))]
 
 
@@ -175,10 +175,10 @@ def _agrees(x: Tensor, weight: Tensor, packed: PackedWeight, activation: str) ->
 
 TOKENS = (1, 8, 64, 1024)
 ROUTED_TOKENS = (1, 1024)
-# The experts of a layer are four times the largest cache we have seen, so calls rotate among routings, not among
-# copies: 16 routings of 8 experts per token use every expert.
+# The experts of a layer are four times the largest known cache, so calls rotate among routings instead of copies: 16
+# routings of 8 experts per token use every expert.
 NUM_ROUTINGS = 16
-# The moe_reference runs in fp32: this many tokens are enough to show a wrong kernel.
+# moe_reference runs in fp32: this many tokens suffice to show a wrong kernel.
 CHECKED_TOKENS = 4
 
 
@@ -193,17 +193,17 @@ def moe_rows() -> Iterator[Row]:
 
 
 def _routings(model: ExpertShape, tokens: int) -> list[tuple[Tensor, Tensor]]:
-    """ids and weights of each call: every expert equally often, as routers are trained to do.
+    """Return ids and weights of each call, with every expert equally often, as routers are trained to do.
 
-    Neighbouring calls of one token have no expert in common until all had their turn.
+    Consecutive calls of one token share no expert until all were used.
     """
     generator = torch.Generator().manual_seed(0)
     needed = NUM_ROUTINGS * tokens
-    per_deal = model.num_experts // model.top_k  # tokens that one shuffled deck of experts is dealt to
+    per_deal = model.num_experts // model.top_k  # tokens to which one shuffled deck of experts is dealt
     decks = [torch.randperm(model.num_experts, generator=generator) for _ in range(-(-needed // per_deal))]
     hands = torch.cat([deck[: per_deal * model.top_k].view(per_deal, model.top_k) for deck in decks]).int()
     weights = torch.softmax(torch.randn(hands.shape, generator=generator), -1)
-    # Tokens of a call come from different decks, so that some meet at an expert.
+    # Tokens of a call come from different decks, so that some share an expert.
     calls = [slice(call, needed, NUM_ROUTINGS) for call in range(NUM_ROUTINGS)]
     return [(hands[call].contiguous(), weights[call].contiguous()) for call in calls]
 
@@ -221,7 +221,7 @@ def _moe_calls(model: ExpertShape, tokens: int) -> Calls:
     gate_up, down, packed = _experts(model)
     routings = _routings(model, tokens)
     out = torch.empty_like(x)
-    dtype = fastest_dtype(max(1, tokens * model.top_k // model.num_experts))  # the rows that an expert gets
+    dtype = fastest_dtype(max(1, tokens * model.top_k // model.num_experts))  # rows per expert
     their_x, their_weights = x.to(dtype), (gate_up.to(dtype), down.to(dtype))
 
     def ours(call: int) -> object:
@@ -239,7 +239,7 @@ def _moe_calls(model: ExpertShape, tokens: int) -> Calls:
 
 
 def _torch_moe(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The loop over the used experts of models written in torch."""
+    """Return the result of an MoE layer in torch, which loops over the used experts."""
     y = torch.zeros_like(x)
     for expert in ids.unique().tolist():
         tokens, choice = torch.where(ids == expert)
@@ -249,9 +249,9 @@ def _torch_moe(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: T
     return y
 
 
-@lru_cache(maxsize=1)  # rows of one model follow each other
+@lru_cache(maxsize=1)  # rows of one model are consecutive
 def _experts(model: ExpertShape) -> tuple[Tensor, Tensor, tuple[PackedExperts, PackedExperts]]:
-    """gate|up and down of all experts, plain and packed, of one expert's random numbers."""
+    """Return gate|up and down of all experts, plain and packed, made from one expert's random numbers."""
     hidden, inner, count = model.hidden, model.intermediate, model.num_experts
     plain = (
         random(2 * inner, hidden, scale=hidden**-0.5).repeat(count, 1, 1),
@@ -259,7 +259,7 @@ def _experts(model: ExpertShape) -> tuple[Tensor, Tensor, tuple[PackedExperts, P
     )
     packed = []
     for weights, gated in zip(plain, (True, False), strict=True):
-        # Rolled, so that all experts differ and a wrong one shows.
+        # Rolled, so that all experts differ and a wrong expert is detected.
         for expert in range(count):
             weights[expert] = weights[expert].roll(expert, 0)
         experts = PackedExperts.empty(count, weights.shape[1], weights.shape[2], gated, weights.dtype)

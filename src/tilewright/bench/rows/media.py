@@ -1,6 +1,6 @@
 """Rows of convolutions, picture preprocessing and log-mel frames.
 
-Convolutions do many operations for each byte, so their calls need no rotation of buffers.
+Convolutions do many operations per byte, so their calls need no rotation of buffers.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,9 +20,9 @@ from tilewright.ops.torch_backend.conv import plain_conv3d
 
 # Pixels on a side, channels in and out: a decoder of 512 channels at its lowest resolution, 128 at its highest.
 PICTURES = ((64, 512, 512), (128, 128, 128), (128, 512, 512), (256, 256, 256), (256, 512, 256), (512, 128, 128))
-# Frames, rows, columns, channels: a video decoder's parts of one and four frames.
+# Frames, rows, columns, channels: stages of a video decoder with one and four frames.
 CLIPS = ((1, 60, 104, 384), (4, 120, 104, 192))
-# The reference runs in fp32: this many rows are enough to show a wrong kernel.
+# The reference runs in fp32: this many rows suffice to show a wrong kernel.
 CHECKED_ROWS = 8
 
 
@@ -54,7 +54,7 @@ def _row(
 
 @cache
 def _fastest_dtype() -> torch.dtype:
-    """bfloat16 or float32, whichever torch convolves faster in, channels last."""
+    """Return bfloat16 or float32, whichever torch convolves in faster, channels last."""
     times_s = {}
     for dtype in (torch.bfloat16, torch.float32):
         x, weight = _channels_first(torch.ones(1, 32, 32, 64, dtype=dtype)), torch.ones(64, 64, 3, 3, dtype=dtype)
@@ -66,7 +66,7 @@ def _fastest_dtype() -> torch.dtype:
 
 
 def _channels_first(x: Tensor) -> Tensor:
-    return x.movedim(-1, 1)  # of memory with the channels last: what torch calls channels_last
+    return x.movedim(-1, 1)  # a view of memory with channels last: torch's channels_last
 
 
 def _weight(outputs: int, channels: int, *kernel: int) -> Tensor:
@@ -138,7 +138,7 @@ def _clip(frames: int, height: int, width: int, channels: int) -> Calls:
     return Calls(ours, theirs, check)
 
 
-# Rows and columns as a camera or a screen gives them, and as the model takes them (multiples of 32).
+# Rows and columns of a camera or a screen, and of the model's input (multiples of 32).
 CHAT_PICTURES = (((1080, 1920), (1088, 1920)), ((3024, 4032), (1536, 2048)))
 PATCH, MERGE = 16, 2
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -148,13 +148,13 @@ def image_rows() -> Iterator[Row]:
     for source, target in CHAT_PICTURES:
         pixels_in, pixels_out = source[0] * source[1], target[0] * target[1]
         shape = f"{source[0]} x {source[1]} to {target[0]} x {target[1]}"
-        taps = 4 * max(1.0, source[0] / target[0])  # of each of the two passes, two operations each
+        taps = 4 * max(1.0, source[0] / target[0])  # per pass of two, two operations each
         flops = 3 * pixels_out * int(4 * taps)
         yield Row("image patches", shape, 3 * pixels_in + 6 * pixels_out, flops, partial(_patches, source, target))
 
 
 def _patches(source: tuple[int, int], target: tuple[int, int]) -> Calls:
-    # Smooth waves: noise would be clipped at each overshoot, where rounding differs most.
+    # Smooth waves: noise would be clipped at overshoots, where rounding differs most.
     waves = torch.sin(torch.arange(source[0] * source[1] * 3).view(*source, 3) * 0.01)
     picture = (waves * 100 + 128).to(torch.uint8)
     ours = partial(media.patches, picture, *target, patch_size=PATCH, merge_size=MERGE, mean=MEAN, std=STD)
@@ -169,7 +169,7 @@ def _patches(source: tuple[int, int], target: tuple[int, int]) -> Calls:
 
 
 def _torch_patches(picture: Tensor, target: tuple[int, int]) -> Tensor:
-    """As the fast processors of transformers do it, in torch alone."""
+    """Return patches computed in torch, as in the fast processors of transformers."""
     resized = functional.interpolate(picture, target, mode="bicubic", antialias=True)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
     normal = (resized.float() / 255 - mean) / std
@@ -186,7 +186,7 @@ def mel_rows() -> Iterator[Row]:
     for seconds in SECONDS:
         num_samples = seconds * SAMPLE_RATE
         num_frames = num_samples // HOP
-        # A transform of n points takes 2.5 n log2 n, a frequency is in two triangles.
+        # A transform of n points takes 2.5 n log2 n operations; a frequency is in two triangles.
         flops = num_frames * (int(2.5 * WINDOW * 8.6) + 7 * NUM_FREQUENCIES)
         bytes_moved = 4 * (num_samples + num_frames * NUM_BINS)
         yield Row("log_mel", f"{seconds} s, {NUM_BINS} bins", bytes_moved, flops, partial(_log_mel, num_samples))

@@ -1,4 +1,4 @@
-"""Rows of embeddings, and of the ops between a batch's logits and its tokens: masks, sampling, log-probabilities."""
+"""Rows of embeddings, and of the ops from logits to tokens: masks, sampling, log-probabilities."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -88,7 +88,7 @@ def sample_rows() -> Iterator[Row]:
 
 
 def _mask(vocabulary: int) -> Calls:
-    """Half of the words are 0, and are written only; the rest are mixed. torch's side has its mask unpacked before."""
+    """Return calls with half of the mask's words 0, for which logits are only written; torch gets an unpacked mask."""
     logits, sample_rows = random(BATCH, vocabulary, dtype=torch.float32), torch.arange(BATCH)
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**31), 2**31, (BATCH, -(-vocabulary // 32)), generator=generator).int()
@@ -126,7 +126,7 @@ def _sample(vocabulary: int, temperature: float, top_k: int, top_p: float) -> Ca
 
 
 def _drawn(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """As generate() of transformers draws: each limit writes -inf into the whole row."""
+    """Return tokens sampled as by generate() of transformers: each limit writes -inf into the whole row."""
     if top_k:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
     ordered, indices = logits.sort(descending=False)

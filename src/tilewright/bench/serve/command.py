@@ -1,4 +1,4 @@
-"""`tilewright bench serve`: its flags, and the run up to the table."""
+"""`tilewright bench serve`: its flags, and the run."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ EXAMPLES = """examples:
 
 
 def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command `serve`."""
+    """Add the command `serve`."""
     parser = subparsers.add_parser(
         "serve",
-        help="any OpenAI-compatible server: first tokens, gaps between tokens, throughput",
-        description="Measures a server from outside, ours or another. Prompts, pictures and videos are made from a "
+        help="measure an OpenAI-compatible server: latencies and throughput",
+        description="Measures any OpenAI-compatible server from outside. Prompts, pictures and videos are made from a "
         "seed, the same for every server, before the clock starts; answers are streamed, with the requested length.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("url", nargs="?", default=URL, metavar="URL", help=f"of the server (default {URL})")
+    parser.add_argument("url", nargs="?", default=URL, metavar="URL", help=f"the server's address (default {URL})")
     parser.add_argument("--model", metavar="NAME", help="default: the first of /v1/models")
     parser.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, which does not show in ps")
     parser.add_argument("--endpoint", choices=("chat", "completions"), default="chat", help="default: chat")
@@ -54,62 +54,62 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
     _add_prompts(parser)
     _add_media(parser)
     _add_images(parser)
-    parser.add_argument("--goodput", metavar="LIMITS", help="such as ttft:2.0,itl:0.1, in s; also of tpot and e2e")
+    parser.add_argument("--goodput", metavar="LIMITS", help="limits of ttft, itl, tpot, e2e in s: ttft:2.0,itl:0.1")
     parser.add_argument("--no-limits", action="store_true", help="do not measure this machine before and after")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every request's figures, and the machine")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results of every request, and the machine")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results (needs matplotlib)")
     parser.set_defaults(run=run)
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     pace = group.add_mutually_exclusive_group()
-    text = f"requests under way at any time (default {CONCURRENCY})"
+    text = f"requests in flight at any time (default {CONCURRENCY})"
     pace.add_argument("--concurrency", type=positive, default=CONCURRENCY, metavar="N", help=text)
-    text = "requests a second instead, at random times, whether or not others are answered"
+    text = "send R requests per second instead, at random times, regardless of answers"
     pace.add_argument("--rate", type=_above_zero, metavar="R", help=text)
-    text = "with --rate: 1 is Poisson's process (default), less comes in bursts, more evenly"
+    text = "with --rate: 1 is a Poisson process (default), less is more bursty, more is more even"
     group.add_argument("--burstiness", type=_above_zero, default=1.0, metavar="B", help=text)
-    text = f"how many (default {NUM_REQUESTS}); with --seconds: at most"
+    text = f"number of requests (default {NUM_REQUESTS}); with --seconds: the maximum"
     group.add_argument("--requests", type=positive, metavar="N", help=text)
-    group.add_argument("--seconds", type=_above_zero, metavar="S", help="begin no request after S seconds")
-    text = "requests before those that count (default: --concurrency; 1 with --rate)"
+    group.add_argument("--seconds", type=_above_zero, metavar="S", help="send no request after S seconds")
+    text = "requests before the measured ones (default: --concurrency; 1 with --rate)"
     group.add_argument("--warmup", type=natural, metavar="N", help=text)
-    text = "seconds a whole answer may take (default 600)"
+    text = "timeout of a whole answer (default 600)"
     group.add_argument("--timeout-s", type=_above_zero, default=600.0, metavar="S", help=text)
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts and answers")
-    text = "words of a prompt, about a token each: a number or such as 64-256 (default 128)"
+    text = "words of a prompt, about a token each: a number or a range such as 64-256 (default 128)"
     group.add_argument("--prompt-tokens", type=_range, default=(128, 128), metavar="N", help=text)
-    text = "tokens of an answer: a number or such as 16-128 (default 64)"
+    text = "tokens of an answer: a number or a range such as 16-128 (default 64)"
     group.add_argument("--output-tokens", type=_range, default=(64, 64), metavar="N", help=text)
-    text = "words that all prompts begin with (default 0)"
+    text = "words of a common prefix of all prompts (default 0)"
     group.add_argument("--shared-prefix-tokens", type=natural, default=0, metavar="N", help=text)
     group.add_argument("--system", default="", metavar="TEXT", help="a system message")
     group.add_argument("--temperature", type=_natural_float, default=0.0, metavar="T", help="default 0")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts, media and times (default 0)")
-    text = "only OpenAI's own fields: without ignore_eos and min_tokens, so answers may be shorter"
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of prompts, media and times (default 0)")
+    text = "only OpenAI's fields: without ignore_eos and min_tokens, so answers may be shorter"
     group.add_argument("--plain", action="store_true", help=text)
-    text = "fields for every request's body; null removes one"
+    text = "additional fields of every request's body; null removes one"
     group.add_argument("--extra", type=_object, default={}, metavar="JSON", help=text)
 
 
 def _add_media(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("media", "Drawn from the seed; different in each request.")
-    group.add_argument("--pictures", type=natural, default=0, metavar="N", help="of each request (default 0)")
+    group.add_argument("--pictures", type=natural, default=0, metavar="N", help="per request (default 0)")
     text = "default 512x512"
     group.add_argument("--picture-size", type=size, default=(512, 512), metavar="WxH", help=text)
     group.add_argument("--picture-format", choices=("jpeg", "png"), default="jpeg", help="default: jpeg")
-    group.add_argument("--videos", type=natural, default=0, metavar="N", help="of each request (default 0)")
+    group.add_argument("--videos", type=natural, default=0, metavar="N", help="per request (default 0)")
     text = "default 320x240"
     group.add_argument("--video-size", type=size, default=(320, 240), metavar="WxH", help=text)
-    text = "two for each second (default 16)"
+    text = "frames of a video, two per second (default 16)"
     group.add_argument("--video-frames", type=positive, default=16, metavar="N", help=text)
-    text = "sounds of each request (default 0)"
+    text = "sounds per request (default 0)"
     group.add_argument("--audio", dest="sounds", type=natural, default=0, metavar="N", help=text)
-    text = "of each sound (default 10)"
+    text = "seconds of a sound (default 10)"
     group.add_argument("--audio-seconds", dest="sound_seconds", type=_above_zero, default=10.0, metavar="S", help=text)
     text = "the same media in every request, to measure caches"
     group.add_argument("--same-media", "--same-picture", action="store_true", help=text)
@@ -121,11 +121,11 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     kind = group.add_mutually_exclusive_group()
     kind.add_argument("--images", action="store_true", help="make pictures; prompts are random words")
     kind.add_argument("--make-videos", action="store_true", help="make videos: created, polled, read and deleted")
-    text = "default: the model's own"
+    text = "default: the model's"
     group.add_argument("--image-size", type=size, metavar="WxH", help=text)
     group.add_argument("--steps", type=positive, metavar="N", help=text)
     group.add_argument("--images-per-request", type=positive, default=1, metavar="N", help="default 1")
-    text = "of each video (default: the model's own)"
+    text = "frames of a video (default: the model's)"
     group.add_argument("--num-frames", type=positive, metavar="N", help=text)
 
 
@@ -149,7 +149,7 @@ def _natural_float(text: str) -> float:
 def _range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, expected such as 128 or 64-256")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, expected 128 or 64-256, say")
     return int(match[1]), int(match[2] or match[1])
 
 
@@ -159,12 +159,12 @@ def _object(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"it is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError('it is not a JSON object, expected such as {"top_p": 0.9}')
+        raise argparse.ArgumentTypeError('it is not a JSON object, expected one such as {"top_p": 0.9}')
     return found
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status: 0, or 1 if no request was answered."""
+    """Run the benchmark; return 0, or 1 if no request was answered."""
     from tilewright.bench.http_client import Client, ServerAddress
     from tilewright.bench.serve import report
     from tilewright.bench.serve.run import first_model, is_here, measure, measure_limits
@@ -186,7 +186,7 @@ def run(options: argparse.Namespace) -> int:
     measured = run_loop(measure(client, workload.path, warmup, requests, pace, options.timeout_s))
     after = [measure_limits()] if is_local else []
     if options.seconds and not options.rate and len(measured.samples) == len(requests):
-        print(f"tilewright: the last of {len(requests)} requests was sent early: give --requests more", file=sys.stderr)
+        print(f"tilewright: the last of {len(requests)} requests was sent early: raise --requests", file=sys.stderr)
     summary = summarise(measured.samples, limits_s)
     probes = [one["probe"] for one in before + after]
     print(report.as_table(summary, measured.client_cpu_share, probes))
@@ -203,19 +203,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_images(options: argparse.Namespace) -> int:
-    """The exit status: 0, or 1 if no picture or video was made."""
+    """Run the benchmark of pictures or videos; return 0, or 1 if none was made."""
     from tilewright.bench.http_client import Client, ServerAddress
     from tilewright.bench.serve import images
     from tilewright.bench.serve.run import first_model, is_here, measure, measure_limits
     from tilewright.process import run_loop
 
     if options.plot or options.goodput:
-        raise RequestError("--images and --make-videos have neither --plot nor --goodput")
+        raise RequestError("--images and --make-videos do not support --plot and --goodput")
     check_outputs(options)
     server = ServerAddress.parse(options.url)
     client = Client(server, headers(options.api_key))
     noun = "video" if options.make_videos else "picture"
-    # A worker that has not started yet is known to make pictures, no more.
+    # A worker that has not started lists only pictures among its modalities.
     modalities = ("video", "image") if options.make_videos else ("image",)
     workload = images.ImageWorkload(
         options.model or run_loop(first_model(client, *modalities)),
@@ -244,7 +244,7 @@ def _run_images(options: argparse.Namespace) -> int:
 
 
 def headers(api_key: str | None) -> dict[str, str]:
-    """The header with the given API key, or the one of the environment, if any."""
+    """Return a header with the given API key, or with that of the environment, if any."""
     from tilewright import config
 
     key = api_key or config.current().openai_api_key
@@ -254,7 +254,7 @@ def headers(api_key: str | None) -> dict[str, str]:
 
 
 def pace_of(options: argparse.Namespace) -> ClosedLoop | OpenLoop:
-    """The load of the flags."""
+    """Return the load that the flags describe."""
     from tilewright.bench.serve.run import ClosedLoop, OpenLoop, arrivals
 
     if options.rate is None:
@@ -264,18 +264,18 @@ def pace_of(options: argparse.Namespace) -> ClosedLoop | OpenLoop:
 
 
 def num_requests(options: argparse.Namespace, pace: ClosedLoop | OpenLoop) -> int:
-    """The number of requests to prepare."""
+    """Return the number of requests to prepare."""
     from tilewright.bench.serve.run import OpenLoop
 
     if isinstance(pace, OpenLoop):
         return len(pace.due_s)
     if options.requests or not options.seconds:
         return options.requests or NUM_REQUESTS
-    return math.ceil(pace.concurrency * (options.seconds + 1))  # enough if an answer takes a second
+    return math.ceil(pace.concurrency * (options.seconds + 1))  # enough if answers take at least a second
 
 
 def workload_of(options: argparse.Namespace, model: str) -> Workload:
-    """The workload of the flags."""
+    """Return the workload that the flags describe."""
     from tilewright.bench.serve.workload import Workload
 
     names = Workload.__dataclass_fields__.keys() - {"model", "is_plain"}
@@ -285,13 +285,13 @@ def workload_of(options: argparse.Namespace, model: str) -> Workload:
 def _make_requests(
     options: argparse.Namespace, workload: Workload | ImageWorkload, pace: ClosedLoop | OpenLoop
 ) -> tuple[list[WorkloadRequest], list[WorkloadRequest]]:
-    """The requests of the warm-up, and those that are measured."""
+    """Return the requests of the warm-up and the measured ones."""
     from tqdm import tqdm
 
     num_warmup = options.warmup
     if num_warmup is None:
         num_warmup = 1 if options.rate else options.concurrency
-    # Numbers below 0 are the warm-up: no measured request is sent twice.
+    # Numbers below 0 are the warm-up, so that no measured request is sent twice.
     numbers = range(-num_warmup, num_requests(options, pace))
     progress = tqdm(numbers, desc="making requests", file=sys.stderr, leave=False, disable=not sys.stderr.isatty())
     made = list(workload.requests(progress))

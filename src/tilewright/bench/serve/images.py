@@ -1,4 +1,4 @@
-"""`tilewright bench serve --images` and `--make-videos`: how fast a server makes pictures, or videos."""
+"""`tilewright bench serve --images` and `--make-videos`: measures how fast a server makes pictures or videos."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tilewright.bench.serve.summary import PERCENTS, Distribution
 from tilewright.bench.serve.workload import WORDS, WorkloadRequest
 
 PATH, VIDEOS_PATH = "/v1/images/generations", "/v1/videos"
-POLL_S = 0.1  # between two questions whether a video is done
+POLL_S = 0.1  # between polls of a video's status
 MAX_ANSWER_BYTES = 1 << 28
 NUM_WORDS = 12  # of a prompt
 
@@ -41,7 +41,7 @@ class ImageWorkload:
         return VIDEOS_PATH if self.makes_videos else PATH
 
     def requests(self, numbers: Iterable[int]) -> Iterator[WorkloadRequest]:
-        """The requests of these numbers: each has its own prompt and seed, the same every time."""
+        """Return the requests of these numbers; each number has its own prompt and seed, the same in every run."""
         return (self._request(number) for number in numbers)
 
     def _request(self, number: int) -> WorkloadRequest:
@@ -59,13 +59,13 @@ class ImageWorkload:
 
 @dataclass(frozen=True)
 class ImageSample:
-    """One request, measured. Times are seconds after it was sent, `sent_s` after the run began."""
+    """The measurements of one request. Times are seconds after it was sent, `sent_s` after the run began."""
 
     number: int
     sent_s: float
     total_s: float
     num_pictures: int = 0
-    step_s: float | None = None  # None: the server does not tell
+    step_s: float | None = None  # None: the server does not report it
     queued_s: float | None = None
     failure: Failure | None = None
 
@@ -73,7 +73,7 @@ class ImageSample:
 async def send_image(
     client: Client, path: str, request: WorkloadRequest, timeout_s: float, began_s: float, clock: Callable[[], float]
 ) -> ImageSample:
-    """Sends a request and returns its sample, also if it fails."""
+    """Send a request and return its sample, also if it fails."""
     sent_s, failure, answer = clock() - began_s, None, {}
     read, what = (_read_video, "video") if path == VIDEOS_PATH else (_read, "picture")
     try:
@@ -108,7 +108,7 @@ async def _read(client: Client, path: str, body: bytes) -> dict[str, Any]:
 
 
 async def _read_video(client: Client, path: str, body: bytes) -> dict[str, Any]:
-    """Creates a video, asks until it is done, reads its file and deletes it, also where the client leaves before."""
+    """Create a video, poll until it is done, read its file and delete it, also on cancellation."""
     job = await _object(client, "POST", path, body)
     place = f"{path}/{job['id']}"
     try:
@@ -128,7 +128,7 @@ async def _read_video(client: Client, path: str, body: bytes) -> dict[str, Any]:
 
 
 async def _object(client: Client, method: str, path: str, body: bytes | None = None) -> dict[str, Any]:
-    """A job as the server tells it."""
+    """Send a request about a job and return the job."""
     async with client.request(method, path, body) as response:
         await check(response)
         data = await response.read(MAX_ANSWER_BYTES)
@@ -138,12 +138,12 @@ async def _object(client: Client, method: str, path: str, body: bytes | None = N
             return answer
     except (ValueError, LookupError, TypeError):
         pass
-    raise StreamError("malformed", "the answer is no video, expected an object with id and status")
+    raise StreamError("malformed", "the answer is not a video, expected an object with id and status")
 
 
 @dataclass(frozen=True)
 class ImageSummary:
-    """A run in numbers, from the first request sent to the last picture."""
+    """The totals of a run, from the first request sent to the last picture."""
 
     num_answered: int
     num_failed: int
@@ -152,11 +152,11 @@ class ImageSummary:
     requests_per_minute: float
     pictures_per_minute: float
     distributions: dict[str, Distribution]  # e2e, picture (its share of a request), step, queued; in seconds
-    failures: dict[str, dict[str, int]]  # kind -> message -> how often
+    failures: dict[str, dict[str, int]]  # kind -> message -> count
 
 
 def summarise(samples: Sequence[ImageSample]) -> ImageSummary:
-    """The summary of at least one sample."""
+    """Return the summary of at least one sample."""
     answered = [sample for sample in samples if not sample.failure]
     wall_s = max(sample.sent_s + sample.total_s for sample in samples) - min(sample.sent_s for sample in samples)
     wall_s = max(wall_s, 1e-9)  # all may fail at once
@@ -188,7 +188,7 @@ _TITLES = {"e2e": "whole request (E2E)", "picture": "per picture", "step": "per 
 
 
 def as_table(summary: ImageSummary, client_cpu_share: float, noun: str = "picture") -> str:
-    """The run for people to read."""
+    """Return the run as a table."""
     titles = {**_TITLES, "picture": f"per {noun}"}
     names = ("mean", *(f"p{percent}" for percent in PERCENTS), "max")
     rows = [("", *names, "unit")]
@@ -207,7 +207,7 @@ def as_table(summary: ImageSummary, client_cpu_share: float, noun: str = "pictur
 
 
 def write_json(path: Path, summary: ImageSummary, samples: Sequence[ImageSample], about: dict[str, Any]) -> None:
-    """The run, all its samples, and `about`: the server and the machine."""
+    """Write the run, all its samples, and `about`: the server and the machine."""
     totals = asdict(summary)
     document = {"figures": totals.pop("distributions"), "totals": totals, "samples": [asdict(one) for one in samples]}
     write_document(path, about | document)

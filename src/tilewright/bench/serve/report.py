@@ -1,4 +1,4 @@
-"""A run as a table, JSON and a plot."""
+"""Reports a run as a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tilewright.bench.report import aligned, write_document
 from tilewright.bench.serve.sample import Sample
 from tilewright.bench.serve.summary import METRICS, PERCENTS, Summary
 
-MAX_MESSAGES = 3  # of each kind of failure, in the table
+MAX_MESSAGES = 3  # per kind of failure, in the table
 
 
 def as_table(summary: Summary, client_cpu_share: float, probes: Sequence[dict[str, Any]]) -> str:
-    """The run as a table; `probes` are those of the machine before and after it, if the server runs on it."""
+    """Return the run as a table; `probes` are of the machine before and after, if the server runs on it."""
     lines = []
     if summary.num_answered:
         lines += [*_latencies(summary), ""]
@@ -41,14 +41,14 @@ def as_table(summary: Summary, client_cpu_share: float, probes: Sequence[dict[st
         mean = mean_probe(probes)
         lines.append(
             f"the machine before and after, means: read {mean['read_gb_s']:.1f} GB/s at best, "
-            f"{mean['read_gb_s_median']:.1f} as a rule, matrix product {mean['gemm_tflops']:.2f} TFLOP/s "
+            f"{mean['read_gb_s_median']:.1f} typically, matrix product {mean['gemm_tflops']:.2f} TFLOP/s "
             f"({mean['gemm_dtype']}), multiply peak {mean['peak_tflops']:.2f} TFLOP/s"
         )
     return "\n".join(lines)
 
 
 def mean_probe(probes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The means of their figures; each probe chose its own dtype, and all of them are named."""
+    """Return the means of the probes' figures, with all dtypes that they chose."""
     types = dict.fromkeys(probe["gemm_dtype"] for probe in probes)
     names = [name for name in probes[0] if name != "gemm_dtype"]
     means = {name: statistics.mean(probe[name] for probe in probes) for name in names}
@@ -71,7 +71,7 @@ def _number(value: float) -> str:
 
 
 def _remarks(summary: Summary) -> list[str]:
-    """Notes on what the numbers leave out or assume."""
+    """Return notes on what the numbers omit or assume, and the failures."""
     found = []
     for count, remark in (
         (summary.num_shorter, "answers had fewer tokens than requested: the server ignores ignore_eos"),
@@ -89,7 +89,7 @@ def _remarks(summary: Summary) -> list[str]:
 
 
 def write_json(path: Path, summary: Summary, samples: Sequence[Sample], about: dict[str, Any]) -> None:
-    """The run, all its samples, and `about`: the server and the machine."""
+    """Write the run, all its samples, and `about`: the server and the machine."""
     figures = asdict(summary)
     distributions = figures.pop("distributions")
     # In seconds and tokens, unlike the table.
@@ -98,7 +98,7 @@ def write_json(path: Path, summary: Summary, samples: Sequence[Sample], about: d
 
 
 def write_plot(path: Path, samples: Sequence[Sample], title: str) -> None:
-    """Each request over time, and the distributions of TTFT and inter-token latency."""
+    """Plot each request over time, and the distributions of TTFT and inter-token latency."""
     from matplotlib.figure import Figure  # imported here: only plots need it
 
     answered = [sample for sample in samples if not sample.failure]

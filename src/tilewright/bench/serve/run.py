@@ -1,4 +1,4 @@
-"""A run against a server: a fixed number of requests at once (closed loop), or requests at random times (open loop)."""
+"""Runs requests against a server: a fixed number at once (closed loop), or at random times (open loop)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tilewright.types import RequestError
 
 
 def is_here(host: str, port: int) -> bool:
-    """Whether the server's address is one of this machine's own."""
+    """Return whether the server's address is one of this machine's."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -40,7 +40,7 @@ def _can_bind(family: int, address: tuple[Any, ...]) -> bool:
 
 
 def measure_limits() -> dict[str, Any]:
-    """What the machine is, under "machine", and the figures of a Probe taken now, under "probe"; in a few seconds."""
+    """Return the machine's description ("machine") and a new Probe's figures ("probe"), in a few seconds."""
     command = [sys.executable, "-m", "tilewright.bench.serve.run"]
     result = subprocess.run(command, stdout=subprocess.PIPE)  # standard error is passed through
     if result.returncode:
@@ -67,7 +67,7 @@ Send = Callable[[Client, str, WorkloadRequest, float, float, Callable[[], float]
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """`concurrency` requests at once; each answer starts the next. None starts after `seconds`."""
+    """A load of `concurrency` requests at once; each answer starts the next request, until `seconds`."""
 
     concurrency: int
     seconds: float | None = None
@@ -91,7 +91,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True)
 class OpenLoop:
-    """Each request at its own time, however many are under way."""
+    """A load of requests at given times, regardless of answers."""
 
     due_s: tuple[float, ...]  # after the start, ascending
 
@@ -109,9 +109,9 @@ class OpenLoop:
 def arrivals(
     rate: float, burstiness: float, seed: int, count: int | None = None, seconds: float | None = None
 ) -> tuple[float, ...]:
-    """Times of `count` arrivals, or of those within `seconds`, at `rate` a second.
+    """Return the times of `count` arrivals, or of all within `seconds`, at `rate` per second.
 
-    Gaps are gamma distributed with the shape `burstiness`: 1 is a Poisson process, below it bursty, above it even.
+    Gaps are gamma-distributed with the shape `burstiness`: 1 is a Poisson process, less is bursty, more is even.
     """
     chance = random.Random(f"{seed} arrivals")
     times: list[float] = []
@@ -132,7 +132,7 @@ async def run(
     clock: Callable[[], float] = perf_counter,
     send: Send = send_request,
 ) -> list[Any]:
-    """The samples of all requests that were sent, in the order of their numbers."""
+    """Send requests at the given pace; return the samples of those sent, in the order of their numbers."""
     began_s = clock()
 
     async def ask_and_tell(request: WorkloadRequest) -> Any:
@@ -148,16 +148,16 @@ MAX_MODELS_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class ServerMeasurement:
-    """The samples, and the share of a CPU that this process used."""
+    """The samples of a run, and the share of a CPU that this process used."""
 
     samples: list[Any]  # of type Sample, or ImageSample
     client_cpu_share: float
 
 
 async def first_model(client: Client, *modalities: str) -> str:
-    """The name of the first model that gives the first of these, or else the next; the first of all if none does.
+    """Return the first model with the first of these output modalities, else the next, else the first model.
 
-    RequestError if the server names none.
+    Raise RequestError if the server names none.
     """
     try:
         async with client.request("GET", "/v1/models") as response:
@@ -168,7 +168,7 @@ async def first_model(client: Client, *modalities: str) -> str:
     except HttpError as error:
         raise RequestError(str(error)) from error
     finally:
-        client.close()  # its connections belong to this event loop
+        client.close()  # connections belong to this event loop
     try:
         models = json.loads(body)["data"]
         for modality in modalities:
@@ -176,7 +176,7 @@ async def first_model(client: Client, *modalities: str) -> str:
                 return str(fitting[0]["id"])
         return str(models[0]["id"])
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise RequestError(f"{client.server.url}/v1/models names no model: give --model") from None
+        raise RequestError(f"{client.server.url}/v1/models names no model: use --model") from None
 
 
 async def measure(
@@ -188,7 +188,7 @@ async def measure(
     timeout_s: float,
     send: Send = send_request,
 ) -> ServerMeasurement:
-    """Sends the warm-up, then the measured requests, with a progress bar on standard error."""
+    """Send the warm-up, then the measured requests, with a progress bar on standard error."""
     concurrency = pace.concurrency if isinstance(pace, ClosedLoop) else 1
     try:
         await _send(client, path, warmup, ClosedLoop(concurrency), timeout_s, "warming up", send)

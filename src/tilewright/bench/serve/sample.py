@@ -1,4 +1,4 @@
-"""The measurements of one request: its tokens and their times, or its failure; server-sent events are decoded here."""
+"""Measures one request: its tokens and their times, or its failure; decodes server-sent events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilewright.bench.serve.workload import WorkloadRequest
 
 
 class EventDecoder:
-    """The data of each event; comments, names and ids are ignored."""
+    """Decodes the data of server-sent events; comments, names and ids are ignored."""
 
     def __init__(self) -> None:
         self._rest = b""  # of a line
@@ -21,7 +21,7 @@ class EventDecoder:
         self._is_after_cr = False
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The data of the events that are complete with this piece. Lines end in LF, CRLF or CR."""
+        """Append a piece; return the data of events that it completes. Lines end in LF, CRLF or CR."""
         if self._is_after_cr and piece.startswith(b"\n"):
             piece = piece[1:]
             self._is_after_cr = False
@@ -34,7 +34,7 @@ class EventDecoder:
         return [event for line in lines if (event := self._take_line(line)) is not None]
 
     def end(self) -> list[bytes]:
-        """The last event, if the body ended without its empty line."""
+        """Return the last event, if the body ended without its empty line."""
         found = [self._take_line(line) for line in (self._rest, b"")]
         self._rest = b""
         return [event for event in found if event is not None]
@@ -51,7 +51,7 @@ class EventDecoder:
         return None
 
 
-# The fields of a delta that have tokens; the role and empty texts do not.
+# Fields of a delta that contain tokens; the role and empty texts do not.
 DELTA_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "function_call", "refusal", "audio")
 MAX_ERROR_BYTES = 1 << 14
 MAX_MESSAGE_CHARACTERS = 300
@@ -59,7 +59,7 @@ MAX_MESSAGE_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request got no whole answer: a kind, which is counted, and the message of the server or the connection."""
+    """The reason of an incomplete answer: a kind, which is counted, and the message of the server or the connection."""
 
     kind: str
     message: str
@@ -67,13 +67,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Sample:
-    """One request, measured. Times are seconds after it was sent, `sent_s` after the run began."""
+    """The measurements of one request. Times are seconds after it was sent, `sent_s` after the run began."""
 
     number: int
     wanted_tokens: int
     sent_s: float
     total_s: float
-    first_token_s: float | None = None  # None: no token came
+    first_token_s: float | None = None  # None: no token arrived
     gaps_s: tuple[float, ...] = ()  # between chunks of the same choice
     num_chunks: int = 0
     num_choices: int = 1
@@ -86,7 +86,7 @@ class Sample:
 
     @property
     def token_s(self) -> float | None:
-        """Seconds per token of a choice after its first one; None if there is no second one."""
+        """Seconds per token of a choice after its first; None if there is no second."""
         num_later = self.output_tokens / self.num_choices - 1
         if self.first_token_s is None or num_later <= 0:
             return None
@@ -94,7 +94,7 @@ class Sample:
 
 
 class StreamError(Exception):
-    """An answer that began well and went wrong; `kind` as Failure's."""
+    """An answer is an error, or incomplete; `kind` is that of Failure."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -103,10 +103,10 @@ class StreamError(Exception):
 
 @dataclass
 class MeasuredAnswer:
-    """The events of a stream so far."""
+    """Collects the events of a stream."""
 
     first_s: float | None = None
-    last_s: dict[int, float] = field(default_factory=dict)  # of each choice, when its last chunk came
+    last_s: dict[int, float] = field(default_factory=dict)  # choice -> time of its last chunk
     gaps_s: list[float] = field(default_factory=list)
     num_chunks: int = 0
     usage: dict[str, Any] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class MeasuredAnswer:
     is_done: bool = False
 
     def take(self, event: bytes, now_s: float) -> None:
-        """Adds an event that came at `now_s`; StreamError if it is an error, or not an event of an answer."""
+        """Add an event that arrived at `now_s`; raise StreamError if it is an error, or not part of an answer."""
         if event == b"[DONE]":
             self.is_done = True
             return
@@ -130,7 +130,7 @@ class MeasuredAnswer:
             for choice in chunk.get("choices") or ():
                 self._take_choice(choice, now_s)
         except (AttributeError, TypeError):
-            raise StreamError("malformed", f"an event is {_text(event)!r}, expected choices as OpenAI's") from None
+            raise StreamError("malformed", f"an event is {_text(event)!r}, expected choices like OpenAI's") from None
 
     def _take_choice(self, choice: dict[str, Any], now_s: float) -> None:
         index = choice.get("index") or 0
@@ -151,12 +151,12 @@ class MeasuredAnswer:
         self.last_s[index] = now_s
 
     def end(self) -> None:
-        """StreamError if the stream ended in the middle of the answer."""
+        """Raise StreamError if the stream ended within the answer."""
         if not self.is_done and not self.finish_reasons:
             raise StreamError("closed", "the stream ended without a finish_reason and without [DONE]")
 
     def sample(self, request: WorkloadRequest, sent_s: float, end_s: float, failure: Failure | None) -> Sample:
-        """The Sample of the complete answer; times are relative to the start of the run."""
+        """Return the Sample of the answer; arguments' times are relative to the start of the run."""
         counted = _count(self.usage, "completion_tokens")
         return Sample(
             number=request.number,
@@ -177,7 +177,7 @@ class MeasuredAnswer:
 
 
 def _count(usage: object, name: str) -> int | None:
-    """A number of tokens; None if there is none."""
+    """Return a number of tokens; None if there is none."""
     found = usage.get(name) if isinstance(usage, dict) else None
     return found if isinstance(found, int) else None
 
@@ -185,7 +185,7 @@ def _count(usage: object, name: str) -> int | None:
 async def send_request(
     client: Client, path: str, request: WorkloadRequest, timeout_s: float, began_s: float, clock: Callable[[], float]
 ) -> Sample:
-    """Sends a request and returns its Sample, also if it fails."""
+    """Send a request and return its Sample, also if it fails."""
     answer, failure = MeasuredAnswer(), None
     sent_s = clock() - began_s
     try:
@@ -215,7 +215,7 @@ async def _read(client: Client, path: str, body: bytes, take: Callable[[bytes], 
 
 
 async def check(response: Response) -> None:
-    """StreamError with the server's message if the status is not 200."""
+    """Raise StreamError, with the server's message, if the status is not 200."""
     if response.status != 200:
         words = error_message(await response.read(MAX_ERROR_BYTES)) or response.reason
         if location := response.headers.get("location"):
@@ -224,7 +224,7 @@ async def check(response: Response) -> None:
 
 
 def error_message(body: bytes) -> str:
-    """The message in an error's body: OpenAI's error.message, a common alternative, or the text itself."""
+    """Return the message in an error's body: OpenAI's error.message, a common alternative, or the text."""
     try:
         found = json.loads(body)
     except ValueError:

@@ -15,7 +15,7 @@ PERCENTS = (50, 90, 95, 99)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The percentile of ascending values, interpolated linearly."""
+    """Return the percentile of ascending values, interpolated linearly."""
     place = (len(ordered) - 1) * percent / 100
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
@@ -36,7 +36,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Distribution | None:
-        """None of no values."""
+        """Return the distribution of the values; None if there are none."""
         ordered = sorted(values)
         if not ordered:
             return None
@@ -46,10 +46,10 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Metric:
-    """A value of samples, of which each may have several."""
+    """A quantity of samples; a sample may have several values of it."""
 
     title: str
-    unit: str  # of the table; values are in seconds or tokens
+    unit: str  # in the table; values are in seconds or tokens
     scale: float  # from a value to the unit
     values: Callable[[Sample], Iterable[float | None]]
 
@@ -68,7 +68,7 @@ LATENCIES = ("ttft", "itl", "tpot", "e2e")
 
 @dataclass(frozen=True)
 class Goodput:
-    """The requests with every latency within its limit; failed ones do not count."""
+    """The requests whose latencies are all within their limits; failed ones do not count."""
 
     limits_s: dict[str, float]
     share: float  # of all requests
@@ -77,7 +77,7 @@ class Goodput:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in numbers. Throughput counts whole answers, from the first request sent to the last answer's end."""
+    """The totals of a run. Throughput counts whole answers, from the first request sent to the last answer's end."""
 
     num_answered: int
     num_failed: int
@@ -91,11 +91,11 @@ class Summary:
     mean_concurrency: float
     distributions: dict[str, Distribution]
     goodput: Goodput | None
-    failures: dict[str, dict[str, int]]  # kind -> message -> how often
+    failures: dict[str, dict[str, int]]  # kind -> message -> count
 
 
 def parse_goodput(text: str) -> dict[str, float]:
-    """Limits such as "ttft:2.0,itl:0.1", in seconds, by the latency's name; a RequestError otherwise."""
+    """Return limits such as "ttft:2.0,itl:0.1" by latency, in seconds; raise RequestError if malformed."""
     limits: dict[str, float] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\w+)\s*:\s*(\d+(?:\.\d*)?|\.\d+)\s*", part)
@@ -107,7 +107,7 @@ def parse_goodput(text: str) -> dict[str, float]:
 
 
 def is_good(sample: Sample, limits_s: dict[str, float]) -> bool:
-    """Whether it was answered, with a first token if that has a limit, and in time: no gap may be over itl's limit."""
+    """Return whether a request was answered within all limits; itl's limit applies to every gap."""
     if sample.failure or ("ttft" in limits_s and sample.first_token_s is None):
         return False
     return all(
@@ -118,7 +118,7 @@ def is_good(sample: Sample, limits_s: dict[str, float]) -> bool:
 
 
 def summarise(samples: Sequence[Sample], limits_s: dict[str, float] | None = None) -> Summary:
-    """The Summary of at least one sample."""
+    """Return the Summary of at least one sample."""
     answered = [sample for sample in samples if not sample.failure]
     wall_s = max(sample.sent_s + sample.total_s for sample in samples) - min(sample.sent_s for sample in samples)
     wall_s = max(wall_s, 1e-9)  # all may fail at once

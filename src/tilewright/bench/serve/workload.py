@@ -1,4 +1,4 @@
-"""The requests of a run, made from a seed, the same for every server; no two pictures, videos or sounds are alike."""
+"""Makes the requests of a run from a seed, the same for every server; all pictures, videos and sounds differ."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 NUM_SHAPES = 24
 JPEG_QUALITY = 85
-# A frame rate that models sample at, Qwen's among them: all frames are used.
+# The frame rate at which models such as Qwen's sample: all frames are used.
 VIDEO_FPS = 2
 SOUND_RATE = 16_000
 SYLLABLES_PER_SECOND = 4
 
 
 def draw(size: tuple[int, int], chance: random.Random) -> Image:
-    """Smooth colours under ellipses and rectangles."""
+    """Draw ellipses and rectangles over smooth colours."""
     from PIL import Image, ImageDraw
 
     width, height = size
@@ -42,21 +42,21 @@ def draw(size: tuple[int, int], chance: random.Random) -> Image:
 
 
 def picture_url(size: tuple[int, int], format: str, chance: random.Random) -> str:
-    """A drawn picture as a data URL; `format` is jpeg or png."""
+    """Return a drawn picture as a data URL; `format` is jpeg or png."""
     file = io.BytesIO()
     draw(size, chance).save(file, format, quality=JPEG_QUALITY)
     return _data_url(f"image/{format}", file.getvalue())
 
 
 def video_url(size: tuple[int, int], num_frames: int, chance: random.Random) -> str:
-    """A drawn picture that moves to the left, as an MP4 in a data URL. Sides must be even."""
+    """Return a drawn picture that moves to the left, as an MP4 in a data URL. Sides must be even."""
     import av
     from PIL import ImageChops
 
     picture = draw(size, chance)
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
-        # FFmpeg's own encoder: there in every build of it, so that the same seed is the same work everywhere.
+        # FFmpeg's own encoder, which every build has, so that a seed is the same work everywhere.
         stream = container.add_stream("mpeg4", rate=VIDEO_FPS)
         stream.width, stream.height = size
         stream.pix_fmt = "yuv420p"
@@ -68,7 +68,7 @@ def video_url(size: tuple[int, int], num_frames: int, chance: random.Random) -> 
 
 
 def sound_base64(seconds: float, chance: random.Random) -> str:
-    """Tones that rise and fall as syllables do, a WAV of 16 kHz, mono."""
+    """Return tones that rise and fall like syllables, as a mono WAV of 16 kHz in base64."""
     length = SOUND_RATE // SYLLABLES_PER_SECOND
     samples: list[int] = []
     while len(samples) < seconds * SOUND_RATE:
@@ -90,7 +90,7 @@ def _data_url(kind: str, data: bytes) -> str:
 
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-# Short and common: with the space before it each is one token of nearly every vocabulary.
+# Short, common words: each, with the space before it, is one token of nearly every vocabulary.
 _TEXT = """river stone garden window yellow quiet morning bread letter winter paper silver bridge farmer island market
 summer horse candle forest corner mirror basket doctor kitchen planet copper shoulder thunder village bottle engine
 sailor pocket blanket feather harbor ladder meadow needle orange pepper rabbit saddle temple valley wagon cotton dragon
@@ -100,7 +100,7 @@ WORDS = tuple(_TEXT.split())
 
 @dataclass(frozen=True)
 class WorkloadRequest:
-    """A body ready to be sent, and the number of output tokens it requests."""
+    """A body ready to send, and the number of output tokens that it requests."""
 
     number: int
     body: bytes
@@ -113,7 +113,7 @@ class Workload:
 
     model: str
     endpoint: str = "chat"
-    prompt_tokens: tuple[int, int] = (128, 128)  # words of the prompt; tokens of the template and the media come on top
+    prompt_tokens: tuple[int, int] = (128, 128)  # words of the prompt, without tokens of template and media
     output_tokens: tuple[int, int] = (64, 64)
     shared_prefix_tokens: int = 0
     system: str = ""
@@ -133,10 +133,10 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.endpoint == "completions" and (self.pictures or self.videos or self.sounds or self.system):
-            raise RequestError("--endpoint is completions, expected chat: it takes text alone, and no --system")
+            raise RequestError("--endpoint is completions, expected chat: completions have text only, and no --system")
         for flag, (least, most) in (("prompt", self.prompt_tokens), ("output", self.output_tokens)):
             if not 1 <= least <= most:
-                raise RequestError(f"--{flag}-tokens is {least}-{most}, expected such as 64-256")
+                raise RequestError(f"--{flag}-tokens is {least}-{most}, expected a range such as 64-256")
         if self.videos and any(side % 2 for side in self.video_size):
             width, height = self.video_size
             raise RequestError(f"--video-size is {width}x{height}, expected even sides: colours are stored in pairs")
@@ -146,7 +146,7 @@ class Workload:
         return PATHS[self.endpoint]
 
     def requests(self, numbers: Iterable[int]) -> Iterator[WorkloadRequest]:
-        """The requests of these numbers: each number has its own prompt and media, the same every time."""
+        """Return the requests of these numbers; each number has its own prompt and media, the same in every run."""
         return (self._request(number) for number in numbers)
 
     def _request(self, number: int) -> WorkloadRequest:
@@ -165,7 +165,7 @@ class Workload:
         if not self.is_plain:
             body |= {"ignore_eos": True, "min_tokens": output_tokens}
         body |= self.extra
-        # null removes a field: some servers refuse max_tokens and need another name for it.
+        # null removes a field: some servers refuse max_tokens and need another name.
         body = {name: value for name, value in body.items() if value is not None}
         return WorkloadRequest(number, json.dumps(body).encode(), output_tokens)
 
@@ -180,7 +180,7 @@ class Workload:
         parts = [*self._media(number), {"type": "text", "text": text}]
         system = " ".join(part for part in (self.system, self._shared_words) if part)
         messages = [{"role": "system", "content": system}] if system else []
-        # Text alone is sent as a string, which every server accepts.
+        # Text without media is sent as a string, which every server accepts.
         return {"messages": [*messages, {"role": "user", "content": parts if len(parts) > 1 else text}]}
 
     def _media(self, number: int) -> Iterator[dict[str, Any]]:
