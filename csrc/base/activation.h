@@ -1,4 +1,4 @@
-// The activation functions that kernels apply, on their own or to the output of a linear. Formulas: base/vec/math.h.
+// Activation functions of kernels, alone or applied to the output of a linear. Formulas: base/vec/math.h.
 #pragma once
 
 namespace tilewright {

@@ -1,5 +1,5 @@
-// The architecture this is compiled for: the one place that asks. Each has in its folder what it has instead of the
-// other: its ISA levels, its pause between two looks at a flag, its switch for denormal numbers.
+// Selects the architecture. Each one's folder defines its ISA levels, its pause instruction for spinning, and its
+// switch for denormal numbers.
 #pragma once
 
 #if defined(__x86_64__)

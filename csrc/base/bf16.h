@@ -10,8 +10,8 @@ struct bf16 {
   uint16_t bits;
 };
 
-// Anonymous on purpose: these are compiled into files with different ISA flags, and a shared weak symbol
-// built for the best level would be picked for the baseline too.
+// In an anonymous namespace on purpose: these are compiled into files with different ISA flags, and a shared weak
+// symbol built for the best level could be linked into the baseline too.
 namespace {
 
 inline float to_float(float value) { return value; }

@@ -1,8 +1,8 @@
 // c[rows, 16 * column_tiles] = A B, or += when kAccumulate, with B in tiles (base/tile.h), on vectors. Include after a
 // Vec.
 //
-// Every output is one chain of fused multiply-adds in order of depth, whatever the number of rows: a row's result does
-// not depend on the rows beside it, which is what makes greedy decoding independent of the batch.
+// Every output is one chain of fused multiply-adds in order of depth, for any number of rows: a row's result does not
+// depend on the other rows, so greedy decoding does not depend on the batch.
 #pragma once
 
 #include <type_traits>
@@ -17,10 +17,10 @@ namespace {
 inline constexpr int kDotRows = DotTraits::kRows;
 inline constexpr int kDotVecs = kTileColumns / Vec::kLanes;
 
-// Enough rows that turning bf16 tiles into fp32 once costs less than doing it for each kDotRows of them.
+// From this number of rows on, converting bf16 tiles to fp32 once costs less than doing it for each kDotRows of them.
 inline constexpr int kRowsToWiden = 4 * kDotRows;
 
-// A tile of bf16 as a tile of fp32.
+// Converts a tile of bf16 to fp32.
 inline void widen_tile(const bf16* tile, float* wide) {
   for (int row = 0; row < kTileElements; row += 32)
     for (int column = 0; column < kTileColumns; column += Vec::kLanes) {
@@ -38,7 +38,7 @@ inline void load_columns(const float* row, int column, Vec& even, Vec& odd) {
 }
 inline void load_columns(const bf16* row, int column, Vec& even, Vec& odd) { load_pair(row + 2 * column, even, odd); }
 
-// Columns of one of them.
+// Columns of one of the two depths.
 template <int kParity>
 inline Vec load_depth(const float* row, int column) {
   return Vec::load(row + kParity * kTileColumns + column);
@@ -50,16 +50,16 @@ inline Vec load_depth(const bf16* row, int column) {
   return kParity ? odd : even;
 }
 
-// What the rows of A are multiplied as.
+// Vector type of the rows of A in products.
 template <class Left>
 using LeftVec = std::conditional_t<std::is_same_v<Left, float>, Vec, PairVec>;
 
 template <int kRows, int kTiles>
 using Sums = Vec[kRows][kTiles][kDotVecs];
 
-// Rows of A from some depth on. Every third row has a pointer, and an address adds the stride once or twice for the two
-// after it: twelve pointers are more than fit the registers for addresses beside all else, and fetching the others from
-// vector registers or from the stack took a fifth of the speed.
+// Rows of A from some depth on. Every third row has a pointer, and the addresses of the two after it add the stride
+// once or twice: twelve pointers do not fit the address registers beside all else, and fetching them from vector
+// registers or from the stack cost a fifth of the speed.
 template <class Left, int kRows>
 class RowPointers {
  public:
@@ -76,7 +76,7 @@ class RowPointers {
   }
 
  private:
-  // From the compiler, which would otherwise make a pointer for each row after all.
+  // Hides the pointers from the compiler, which would otherwise make one for each row after all.
   TILEWRIGHT_INLINE void hide() {
 #pragma GCC unroll 4
     for (int i = 0; i < kPointers; ++i) __asm__("" : "+r"(pointers_[i]));
@@ -86,7 +86,7 @@ class RowPointers {
   int64_t lda_;
 };
 
-// acc += one depth of A's rows, the kDepth-th from `left` and `pair` on, times B's columns, in fp32.
+// acc += one depth of A's rows, the kDepth-th after `left` and `pair`, times B's columns, in fp32.
 template <int kDepth, class TB, int kRows, int kTiles>
 TILEWRIGHT_INLINE void multiply_depth(const RowPointers<float, kRows>& left, const TB* const (&b)[kTiles], int pair,
                                       Sums<kRows, kTiles>& acc) {
@@ -106,7 +106,7 @@ TILEWRIGHT_INLINE void multiply_depth(const RowPointers<float, kRows>& left, con
   }
 }
 
-// acc += both depths of a pair in fp32, for levels that multiply by a lane: those of A are lanes kLane and kLane + 1.
+// acc += both depths of a pair in fp32, for levels that multiply by a lane: A's are lanes kLane and kLane + 1.
 template <int kLane, class TB, int kRows, int kTiles>
 TILEWRIGHT_INLINE void multiply_lanes(const Vec (&left)[kRows], const TB* const (&b)[kTiles], int pair,
                                       Sums<kRows, kTiles>& acc) {
@@ -124,7 +124,7 @@ TILEWRIGHT_INLINE void multiply_lanes(const Vec (&left)[kRows], const TB* const 
 }
 
 // acc += both depths of a pair, bf16 times bf16: dot_row(row, columns, sum) is the level's dot product with A's row,
-// which comes from memory or is a lane of a vector.
+// from memory or from a lane of a vector.
 template <class Pairs, int kRows, int kTiles, class DotRow>
 TILEWRIGHT_INLINE void multiply_pair(const bf16* const (&b)[kTiles], int pair, Sums<kRows, kTiles>& acc,
                                      DotRow dot_row) {
@@ -138,7 +138,7 @@ TILEWRIGHT_INLINE void multiply_pair(const bf16* const (&b)[kTiles], int pair, S
     }
 }
 
-// Few rows: B comes from memory, at its speed if it is asked for early enough.
+// Few rows: B comes from memory, at full speed if it is prefetched early enough.
 template <int kRows, class TB, int kTiles>
 TILEWRIGHT_INLINE void prefetch_pair(const TB* const (&b)[kTiles], int pair) {
   if constexpr (DotTraits::prefetches(kRows, sizeof(TB)))
@@ -147,7 +147,7 @@ TILEWRIGHT_INLINE void prefetch_pair(const TB* const (&b)[kTiles], int pair) {
         __builtin_prefetch(reinterpret_cast<const char*>(b[t] + pair * 32) + 64 * line + DotTraits::kPrefetchBytes);
 }
 
-// acc += the rows of A from `left` on times one tile of depth, a pair of depths at a time.
+// acc += the rows of A at `left` times one tile of depth, a pair of depths at a time.
 template <class Left, class TB, int kRows, int kTiles>
 TILEWRIGHT_INLINE void multiply_tile_by_pairs(const Left* left, int64_t lda, const TB* const (&b)[kTiles],
                                               Sums<kRows, kTiles>& acc) {
@@ -171,7 +171,7 @@ TILEWRIGHT_INLINE void multiply_tile_by_pairs(const Left* left, int64_t lda, con
   }
 }
 
-// The same for levels that multiply by a lane: as many depths at a time as a vector of A has.
+// acc += the same for levels that multiply by a lane: as many depths at a time as a vector of A has.
 template <class Left, class TB, int kRows, int kTiles>
 TILEWRIGHT_INLINE void multiply_tile_by_lanes(const Left* left, int64_t lda, const TB* const (&b)[kTiles],
                                               Sums<kRows, kTiles>& acc) {
@@ -206,7 +206,7 @@ TILEWRIGHT_INLINE void multiply_tile_by_lanes(const Left* left, int64_t lda, con
   }
 }
 
-// Rows of A whose tiles of depth follow each other. What lies otherwise has an `at` of its own.
+// Rows of A with consecutive tiles of depth. Other layouts define their own `at`.
 template <class Left>
 struct LeftRows {
   using Element = Left;
@@ -215,8 +215,8 @@ struct LeftRows {
   const Left* at(int depth_tile) const { return data + depth_tile * kTileDepth; }
 };
 
-// left.at(d) is where the rows of A, lda apart, have tile d of depth. Left bf16 (with B in bf16) multiplies pairs as
-// they are; left fp32 widens B.
+// left.at(d) points to tile d of depth of the rows of A, lda apart. bf16 rows (with B in bf16) are multiplied as pairs;
+// fp32 rows widen B.
 template <class TB, bool kAccumulate, int kRows, int kTiles, class LeftSide, class TileAt>
 inline void dot_block(const LeftSide& left_side, int64_t row, int64_t lda, TileAt tile_at, int tile, int depth_tiles,
                       float* c, int64_t ldc) {
@@ -241,8 +241,8 @@ inline void dot_block(const LeftSide& left_side, int64_t row, int64_t lda, TileA
       for (int v = 0; v < kDotVecs; ++v) acc[r][t][v].store(c + r * ldc + t * kTileColumns + v * Vec::kLanes);
 }
 
-// The same, not inlined: in the middle of all that surrounds it, gcc 12 keeps the addresses of rows on the stack and
-// fetches them in the innermost loop, which takes a tenth of the speed where a load comes with every fourth product.
+// dot_block, not inlined: within its callers gcc 12 keeps the row addresses on the stack and reloads them in the
+// innermost loop, which costs a tenth of the speed if every fourth product has a load.
 template <class TB, bool kAccumulate, int kRows, int kTiles, class LeftSide, class TileAt>
 __attribute__((noinline)) void dot_block_apart(const LeftSide& left_side, int64_t row, int64_t lda, TileAt tile_at,
                                                int tile, int depth_tiles, float* c, int64_t ldc) {
@@ -258,7 +258,7 @@ inline void multiply_block(const LeftSide& left_side, int64_t row, int64_t lda, 
     dot_block<TB, kAccumulate, kRows, kTiles>(left_side, row, lda, tile_at, tile, depth_tiles, c, ldc);
 }
 
-// Calls fn with rows as a compile-time number from 1 to kMax.
+// Calls fn with rows as a compile-time constant from 1 to kMax.
 template <int kMax, class Fn>
 inline void with_rows(int rows, Fn fn) {
   if constexpr (kMax > 1) {
@@ -267,11 +267,11 @@ inline void with_rows(int rows, Fn fn) {
   fn(std::integral_constant<int, kMax>{});
 }
 
-// For a left side of any kind.
+// c = or += A B for any left side.
 template <class TB, bool kAccumulate = false, class LeftSide, class TileAt>
 inline void multiply_side(const LeftSide& left, int64_t lda, int rows, TileAt tile_at, int column_tiles,
                           int depth_tiles, float* c, int64_t ldc) {
-  // Even blocks: 13 rows as 7 + 6, not 12 + 1, since few rows wait for the loads of B.
+  // Equal blocks: 13 rows as 7 + 6, not 12 + 1, since few rows wait for the loads of B.
   int blocks = (rows + kDotRows - 1) / kDotRows;
   for (int row = 0, count = 0; blocks > 0; row += count, --blocks) {
     count = (rows - row + blocks - 1) / blocks;

@@ -37,7 +37,7 @@ inline constexpr const char* name_of(DType dtype) {
   return "?";
 }
 
-// How templates tell bf16 from fp32: by the type, never by its size, which other types share.
+// Templates distinguish bf16 from fp32 by the type, never by its size, which other types share.
 template <class T>
 inline constexpr bool kIsBf16 = std::is_same_v<T, bf16>;
 

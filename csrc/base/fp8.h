@@ -9,8 +9,8 @@
 namespace tilewright {
 namespace {
 
-// The bits of |value|, but for NaN, which loading refuses. Without branches, for loops that the compiler turns into
-// vectors: an exponent of zero is 2^-6 (1 + f) - 2^-6, so that no value on the way is subnormal.
+// Bits of |value|, except for NaN, which loading refuses. Branchless, so that the compiler vectorises loops: an
+// exponent of zero is 2^-6 (1 + f) - 2^-6, so that no intermediate value is subnormal.
 inline bf16 fp8_to_bf16(uint8_t byte) {
   constexpr uint32_t kBias = 120u << 23;  // 127 - 7
   const uint32_t magnitude = byte & 0x7fu;

@@ -1,4 +1,4 @@
-// fp16 as it is stored: scales of quantised weights, and weights where a level multiplies in it.
+// fp16 as stored: scales of quantised weights, and weights if the ISA level multiplies in fp16.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ inline float to_float(f16 value) {
   return result;
 }
 
-// To nearest, ties to even; what is too large becomes infinity.
+// Rounds to nearest, ties to even; too large values become infinity.
 inline f16 to_half(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));

@@ -1,7 +1,6 @@
-// Which instruction sets this CPU and this OS grant, and which of them the kernels may use.
-//
-// A level is a set of features, and an architecture has a list of levels (isa.cc in its folder). A kernel is compiled
-// for a level and runs wherever that level's features are, whatever else the machine has.
+// Instruction sets of this CPU and OS, and which of them the kernels may use. A level is a set of features, and an
+// architecture has a list of levels (isa.cc in its folder). A kernel is compiled for a level and runs on every machine
+// with that level's features.
 #pragma once
 
 #include <cstdint>
@@ -18,24 +17,24 @@ struct Level {
   Features features;
 };
 
-// Of this architecture: levels in the order of Isa, best first; the last one, scalar, needs nothing.
+// Levels of this architecture in the order of Isa, best first; the last one, scalar, needs nothing.
 extern const Level kLevels[kNumIsaLevels];
 
-// What the hardware has and the OS allows, including what a process must ask for.
+// Features of the hardware that the OS allows, including those that a process must request.
 Features detect_features();
 
 const char* name_of(Isa isa);
 
-// Whether this machine has all that a level needs, whatever the cap.
+// Whether this machine has all features of a level, whatever the cap.
 bool machine_has(Isa isa);
 
-// Whether kernels of a level may be used now: the machine has it, and it needs nothing beyond the cap.
+// Whether kernels of a level may be used: the machine has it, and it needs nothing beyond the cap.
 bool may_use(Isa isa);
 
 // The best level that may be used.
 Isa active_isa();
 
-// From now on only features of level `cap` are used.
+// Limits kernels to features of level `cap` from now on.
 void set_max_isa(Isa cap);
 void clear_max_isa();
 

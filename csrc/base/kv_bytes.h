@@ -23,7 +23,7 @@ namespace {
 inline constexpr float kLargestInt8 = 127.0f, kLargestFp8 = 448.0f;
 inline constexpr float kLeastScaled = 1e-30f;  // rows of smaller values count as zeros: their scale has an inverse
 
-// The nearest e4m3, ties to even, of a value from -448 to 448. Without branches, so that loops become vectors.
+// Returns the nearest e4m3, ties to even, of a value from -448 to 448. Branchless, so that loops are vectorised.
 inline uint8_t to_fp8(float value) {
   const int32_t all = __builtin_bit_cast(int32_t, value), size = all & 0x7fffffff, sign = all >> 24 & 0x80;
   // Below 2^-6 steps are 2^-9: adding 2^14 leaves whole steps in the last bits of the sum.
@@ -33,12 +33,12 @@ inline uint8_t to_fp8(float value) {
   return static_cast<uint8_t>((small & is_small) | (normal & ~is_small) | sign);
 }
 
-// The nearest integer, ties to even, of a value from -127 to 127.
+// Returns the nearest integer, ties to even, of a value from -127 to 127.
 inline uint8_t to_int8(float value) {
   return static_cast<uint8_t>(__builtin_bit_cast(uint32_t, value + 12582912.0f));  // 1.5 * 2^23: the last bits are it
 }
 
-// Quants of a row of `width` values, and its scale.
+// Writes the quants of a row of `width` values, and returns its scale.
 template <KvFormat kFormat, class T>
 inline float encode_row(const T* __restrict row, int64_t width, KvByte* __restrict quants) {
   constexpr float kLargest = kFormat == KvFormat::int8 ? kLargestInt8 : kLargestFp8;
@@ -62,21 +62,21 @@ inline float encode_row(const T* __restrict row, int64_t width, KvByte* __restri
   return highest / kLargest;
 }
 
-// What a byte stands for before it is scaled; written so that loops over it become vectors.
+// Value of a byte before scaling; in a form that lets loops over it be vectorised.
 template <KvFormat kFormat>
 inline float quant_of(KvByte byte) {
   if constexpr (kFormat == KvFormat::int8) {
     return static_cast<float>(static_cast<int8_t>(byte.bits));
   } else {
     const int32_t code = byte.bits, size = code & 0x7f, sign = (code & 0x80) << 24;
-    // An exponent of 0 counts steps of 2^-9; others move to fp32's bias.
+    // An exponent of 0 counts steps of 2^-9; others get fp32's bias.
     const int32_t steps = __builtin_bit_cast(int32_t, static_cast<float>(size) * 0x1p-9f);
     const int32_t normal = (size << 20) + (120 << 23), is_small = (size - 8) >> 31;
     return __builtin_bit_cast(float, (steps & is_small) | (normal & ~is_small) | sign);
   }
 }
 
-// Bytes times scales as bf16: a row of a tile.
+// Writes bytes times scales as bf16: a row of a tile.
 template <KvFormat kFormat>
 inline void decode_row(const KvByte* __restrict bytes, const float* __restrict scales, bf16* __restrict out) {
 #pragma GCC ivdep
@@ -86,7 +86,7 @@ inline void decode_row(const KvByte* __restrict bytes, const float* __restrict s
   }
 }
 
-// Key tiles, `count` of 32 dims by the same 16 tokens, with the tokens' scales.
+// Decodes key tiles, `count` of 32 dims by the same 16 tokens, with the tokens' scales.
 template <KvFormat kFormat>
 inline void decode_key_tiles(const KvByte* tiles, int64_t count, const float* scales, bf16* out) {
   alignas(64) float of_columns[32];  // each twice: two dims of a token lie side by side
@@ -94,7 +94,7 @@ inline void decode_key_tiles(const KvByte* tiles, int64_t count, const float* sc
   for (int64_t i = 0; i < count * kTileElements; i += 32) decode_row<kFormat>(tiles + i, of_columns, out + i);
 }
 
-// A value tile, 32 tokens by 16 dims, with the tokens' scales.
+// Decodes a value tile, 32 tokens by 16 dims, with the tokens' scales.
 template <KvFormat kFormat>
 inline void decode_value_tile(const KvByte* tile, const float* scales, bf16* out) {
   for (int row = 0; row < kTileDepth / 2; ++row) {

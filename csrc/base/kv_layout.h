@@ -43,7 +43,7 @@ struct KvLayout {
     return key_elements() + token / kTileDepth * value_column_tiles() * kTileElements;
   }
 
-  // Of a token's scales, in bytes, where the format has them.
+  // Byte offsets of a token's scales, if the format has them.
   TILEWRIGHT_INLINE constexpr int64_t key_scale(int64_t token) const {
     return key_elements() + value_elements() + 4 * token;
   }

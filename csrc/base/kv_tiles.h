@@ -1,5 +1,5 @@
-// Whole tiles of bf16 keys and values (base/kv_layout.h), rearranged in registers of 128 bits, which every machine has:
-// a quarter of the time that a store per pair takes.
+// Packs whole tiles of bf16 keys and values (base/kv_layout.h) in 128-bit registers, which every machine has: a quarter
+// of the time that a store per pair takes.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@
 namespace tilewright {
 namespace {
 
-// Eight bf16, or four pairs of them. Of the compiler's own vectors, so that they are any machine's.
+// Eight bf16, or four pairs of them. The compiler's own vector types, which every machine supports.
 typedef uint16_t Bf16x8 __attribute__((vector_size(16)));
 typedef uint32_t Pairx4 __attribute__((vector_size(16)));
 
-// By memcpy, which asks for no alignment: rows may begin at any element. (An alignment in the typedef would be lost on
-// its way through a template argument.)
+// By memcpy, which needs no alignment: rows may begin at any element. (An alignment in the typedef would be lost in a
+// template argument.)
 template <class Registers, class T>
 inline Registers load_registers(const T* p) {
   Registers value;
@@ -31,8 +31,8 @@ inline void store_registers(T* p, Registers value) {
 template <class V>
 concept PacksKeyTiles = requires(const bf16* k, bf16* tile) { V::pack_key_tile(k, int64_t{}, tile); };
 
-// 16 tokens of bf16 keys as the columns of their tiles, four tokens and four pairs of dims at a time. `width` is a
-// multiple of 8; what pads it to a whole tile is left as it is.
+// Packs 16 tokens of bf16 keys as the columns of their tiles, four tokens and four pairs of dims at a time. `width` is
+// a multiple of 8; padding to a whole tile is not written.
 template <class V = void>
 inline void pack_key_tiles(const bf16* k, int64_t token_stride, int64_t width, bf16* tiles) {
   int64_t d = 0;
@@ -55,7 +55,7 @@ inline void pack_key_tiles(const bf16* k, int64_t token_stride, int64_t width, b
   }
 }
 
-// 32 tokens of bf16 values as a row of tiles: two tokens are woven into each tile row. `width` is a multiple of 8.
+// Packs 32 tokens of bf16 values as a row of tiles: a tile row interleaves two tokens. `width` is a multiple of 8.
 inline void pack_value_tiles(const bf16* v, int64_t token_stride, int64_t width, bf16* tiles) {
   for (int depth = 0; depth < kTileDepth; depth += 2, v += 2 * token_stride) {
     for (int64_t d = 0; d < width; d += 8) {

@@ -10,7 +10,7 @@ namespace {
 
 // From linux/mempolicy.h, whose older versions lack the last one (it came with Linux 5.15).
 constexpr int kDefault = 0, kPreferred = 1, kInterleave = 3, kPreferredMany = 5;
-constexpr int kMaxNodes = 1024;  // of any kernel: its largest NODES_SHIFT is 10
+constexpr int kMaxNodes = 1024;  // enough for any kernel: its largest NODES_SHIFT is 10
 constexpr int kBitsPerWord = 8 * sizeof(unsigned long);
 
 int set_mode(int mode, const unsigned long* mask) {
@@ -30,7 +30,7 @@ int set_memory_policy(MemoryPolicy policy, const int* nodes, int count) {
   if (policy == MemoryPolicy::interleave) return set_mode(kInterleave, mask);
   if (count <= 1) return set_mode(kPreferred, mask);
   const int error = set_mode(kPreferredMany, mask);
-  // An older kernel: kPreferred would take the first node alone, while the default takes that of the touching thread.
+  // An older kernel: kPreferred would use the first node alone, while the default uses that of the touching thread.
   return error == EINVAL ? set_mode(kDefault, nullptr) : error;
 }
 

@@ -1,4 +1,4 @@
-// Which memory nodes the pages of a thread come from. docs/parallel.md says when which policy is used.
+// Memory nodes that a thread's pages are allocated on. docs/parallel.md explains when each policy is used.
 #pragma once
 
 namespace tilewright {
@@ -9,8 +9,8 @@ enum class MemoryPolicy {
   interleave,  // these nodes in turn, page by page
 };
 
-// Sets the policy of the calling thread, which threads that it starts from now on inherit. Returns 0, or the errno of
-// the system: ENOSYS or EPERM in containers that forbid the call, EINVAL for nodes without memory.
+// Sets the policy of the calling thread, which threads it starts later inherit. Returns 0, or an errno: ENOSYS or EPERM
+// in containers that forbid the call, EINVAL for nodes without memory.
 int set_memory_policy(MemoryPolicy policy, const int* nodes, int count);
 
 }  // namespace tilewright

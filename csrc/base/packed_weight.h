@@ -1,6 +1,5 @@
-// A packed weight and all that is needed to read it: how its values are stored, how they lie, and their shape.
-//
-// The pack cache's key follows from format, group and layout (ops/packed.py).
+// A packed weight and all that is needed to read it: the format of its values, their layout, and its shape. The pack
+// cache's key depends on format, group and layout (ops/packed.py).
 #pragma once
 
 #include <cstdint>
@@ -46,11 +45,11 @@ inline constexpr WeightFormat kWeightFormats[] = {
     WeightFormat::int4_rotated};
 
 inline constexpr bool is_quantized(WeightFormat format) { return format >= WeightFormat::fp8; }
-// Whether products are with x as it is: each byte becomes a bf16, which has all their values.
+// Whether x is not rounded: each byte becomes a bf16, which has all its values.
 inline constexpr bool is_widened(WeightFormat format) {
   return format == WeightFormat::fp8 || format == WeightFormat::int8_exact;
 }
-// Whether products are of bytes, with x rounded to them.
+// Whether products are of bytes, with x rounded to bytes.
 inline constexpr bool rounds_x(WeightFormat format) { return format >= WeightFormat::int8; }
 inline constexpr bool has_nibbles(WeightFormat format) { return format >= WeightFormat::int4; }
 inline constexpr bool has_zeros(WeightFormat format) { return format == WeightFormat::uint4_zero; }
@@ -63,7 +62,7 @@ inline constexpr bool is_rotated(WeightFormat format) {
   return format == WeightFormat::int8_rotated || has_steps(format);
 }
 
-// What the codes of a nibble stand for: those of mxfp4 are twice e2m1, so that all are whole.
+// Values of the codes of a nibble: those of mxfp4 are twice e2m1, so that all are integers.
 namespace {  // no symbols of files that have an ISA level's instructions
 constexpr int8_t kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 constexpr int8_t kIq4NlValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
@@ -72,7 +71,7 @@ constexpr const int8_t* table_of(WeightFormat format) {  // null: a code is the 
 }
 }  // namespace
 
-// The type of the elements that hold a format's values.
+// Element type of a format's values.
 inline constexpr DType storage_of(WeightFormat format) {
   if (is_quantized(format)) return DType::u8;
   return format == WeightFormat::bf16 ? DType::bf16 : DType::f32;
@@ -98,9 +97,9 @@ inline constexpr const char* name_of(WeightFormat format) {
 template <class T>
 inline constexpr WeightFormat kFormatOf = kIsBf16<T> ? WeightFormat::bf16 : WeightFormat::f32;
 
-// How the values lie (base/tile.h). Halves are those of bf16 where a level multiplies in fp16: a row of W is divided by
-// the power of two that brings its largest value to between 512 and 1,024. Of values below 2^-27 of the largest some
-// bits are lost.
+// Layout of the values (base/tile.h). Halves are those of bf16 if the level multiplies in fp16: a row of W is divided
+// by the power of two that brings its largest value to between 512 and 1,024. Values below 2^-27 of the largest lose
+// some bits.
 enum class WeightLayout : int { tiles, halves };
 
 inline constexpr const char* name_of(WeightLayout layout) {
@@ -108,10 +107,10 @@ inline constexpr const char* name_of(WeightLayout layout) {
                                        : "depths of 32 columns in fp16, strips of 32 with their scales";
 }
 
-// Groups are whole lines of nibbles, and either whole tiles of quads or whole parts of one.
+// Groups are whole lines of nibbles, and either whole tiles of quads or a whole fraction of one.
 inline constexpr int64_t kGroupSizes[] = {16, 32, 64, 128, 256};
 
-// Whether a row may have one scale for all its values, and whether there are groups of a size.
+// Whether a row may have one scale for all its values, and whether a group size is supported.
 inline constexpr bool has_whole_rows(WeightFormat format) {
   return format == WeightFormat::int8 || format == WeightFormat::int8_rotated || is_widened(format);
 }
@@ -124,14 +123,14 @@ inline constexpr bool has_groups_of(WeightFormat format, int64_t size) {
   return size == 0 && has_whole_rows(format);
 }
 
-// A sum of so many products of two bytes still fits 32 bits.
+// Depth up to which a sum of products of two bytes fits 32 bits.
 inline constexpr int64_t kMaxQuantizedDepth = 131072;
 
 struct PackedWeight {
   void* data = nullptr;  // elements() of storage_of(format); of several experts one after the other
-  // Of quantised formats, for each strip and group 32 scales, one for each of its columns, and then as many mins where
-  // the format has them. In fp16; in fp32 where all values of a row are one group, or x is not rounded. With steps, for
-  // each strip 32 scales in fp32, and for each of its groups 32 steps and 32 bases, a byte each.
+  // For quantised formats, for each strip and group 32 scales, one per column, then as many mins if the format has
+  // them. In fp16; in fp32 if a row is one group, or x is not rounded. With steps, for each strip 32 fp32 scales, and
+  // for each of its groups 32 steps and 32 bases, a byte each.
   void* scales = nullptr;
   int64_t group_size = 0;  // values of a row that share a scale; 0: all of them
   WeightFormat format = WeightFormat::f32;
@@ -146,9 +145,9 @@ struct PackedWeight {
   TILEWRIGHT_INLINE int64_t tile_depth() const { return rounds_x(format) ? kQuadTileDepth : kTileDepth; }
   TILEWRIGHT_INLINE int64_t num_depth_tiles() const { return ceil_div(k, tile_depth()); }
   TILEWRIGHT_INLINE int64_t depth() const { return num_depth_tiles() * tile_depth(); }  // k, padded to whole tiles
-  // Quants of a row: one for each value, but a rotation takes in what fills up the tiles.
+  // Quants of a row: one per value, but a rotation includes the padding to tiles.
   TILEWRIGHT_INLINE int64_t num_quants() const { return is_rotated(format) ? depth() : k; }
-  // Of a strip, what comes before its values: of halves the scales of its columns, in fp32.
+  // Elements of a strip before its values: for halves the fp32 scales of its columns.
   TILEWRIGHT_INLINE int64_t head_elements() const { return layout == WeightLayout::halves ? 2 * kStripColumns : 0; }
   TILEWRIGHT_INLINE int64_t strip_elements() const {
     return head_elements() + depth() * kStripColumns / (has_nibbles(format) ? 2 : 1);
@@ -158,12 +157,12 @@ struct PackedWeight {
     return elements() * static_cast<int64_t>(size_of(storage_of(format)));
   }
 
-  // The values of a strip.
+  // Pointer to the values of a strip.
   template <class T>
   TILEWRIGHT_INLINE T* strip(int64_t index) const {
     return static_cast<T*>(data) + index * strip_elements() + head_elements();
   }
-  // What the columns of a strip are multiplied by; null: nothing.
+  // Factors of a strip's columns; null: none.
   TILEWRIGHT_INLINE float* column_scales(int64_t strip) const {
     if (layout != WeightLayout::halves) return nullptr;
     return reinterpret_cast<float*>(static_cast<uint16_t*>(data) + strip * strip_elements());
@@ -185,13 +184,13 @@ struct PackedWeight {
     if (has_steps(format)) return num_strips() * strip_step_bytes();
     return is_quantized(format) ? num_strips() * num_groups() * group_scales() : 0;
   }
-  // Where the scales of a strip and a group begin.
+  // Pointer to the scales of a strip and a group.
   TILEWRIGHT_INLINE char* scales_at(int64_t strip, int64_t group) const {
     const int64_t index = (strip * num_groups() + group) * group_scales();
     return static_cast<char*>(scales) + index * static_cast<int64_t>(size_of(scale_dtype()));
   }
 
-  // With steps: the scales of a strip, and where the steps of one of its groups begin, before its bases.
+  // With steps: the scales of a strip, and the steps of one of its groups, which its bases follow.
   TILEWRIGHT_INLINE float* row_scales(int64_t strip) const {
     return reinterpret_cast<float*>(static_cast<char*>(scales) + strip * strip_step_bytes());
   }
@@ -199,7 +198,7 @@ struct PackedWeight {
     return reinterpret_cast<uint8_t*>(row_scales(strip) + kStripColumns) + group * 2 * kStripColumns;
   }
 
-  // One of several experts that lie one after the other.
+  // Returns one of several experts, which are stored consecutively.
   TILEWRIGHT_INLINE PackedWeight expert(int64_t index) const {
     PackedWeight own = *this;
     own.data = static_cast<char*>(data) + index * size_bytes();

@@ -19,20 +19,20 @@ cpu_set_t available_cpus() {
   return set;
 }
 
-// Read at start-up, before anyone binds a thread: a bound caller would see one CPU.
+// Read at start-up, before any thread is bound: a bound caller would see one CPU.
 const cpu_set_t initial_cpus = available_cpus();
 const int default_threads = CPU_COUNT(&initial_cpus);
 std::atomic<int> configured_threads{0};
 thread_local bool works_alone = false;
-thread_local Team* led_team = nullptr;  // by this thread, which is in no task
+thread_local Team* led_team = nullptr;  // the team that this thread leads; it is in no task
 
-// Longer than what a step leaves to one thread, where each thread has a core. Waking those that sleep takes some 5 us
-// for each; with fewer cores than threads, one that looks keeps another from the work it looks for.
+// Longer than the work that a step leaves to one thread, if each thread has a core. Waking sleepers takes some 5 us
+// each; with fewer cores than threads, a spinning thread delays the one it waits for.
 std::chrono::microseconds patience() {
   return std::chrono::microseconds(sleeps_soon() || num_threads() > default_threads ? 5 : 200);
 }
 
-// Has `team` be the one that this thread leads, for the length of a scope.
+// Makes `team` the one that this thread leads within a scope.
 class Leading {
  public:
   explicit Leading(Team* team) : before_(led_team) { led_team = team; }
@@ -74,17 +74,17 @@ void run_workers(int num_workers, void (*body)(void* context, int worker), void*
     for (int worker = 0; worker < num_workers; ++worker) body(context, worker);
     return;
   }
-  // The runtime may grant fewer threads than asked for (OMP_THREAD_LIMIT, OMP_DYNAMIC): those it grants take the rest.
+  // The runtime may grant fewer threads than asked for (OMP_THREAD_LIMIT, OMP_DYNAMIC): those it grants do the rest.
 #pragma omp parallel num_threads(num_workers)
   for (int worker = omp_get_thread_num(); worker < num_workers; worker += omp_get_num_threads()) body(context, worker);
 }
 
 void run_region(void (*body)(void* context), void* context) {
-  // Always the whole team: when the size changes from one region to the next, the runtime ends and starts threads.
+  // Always the whole team: when the size changes between regions, the runtime ends and starts threads.
   const int size = num_threads();
   if (size <= 1 || omp_in_parallel()) return body(context);
   Team team(patience());
-  std::exception_ptr failure;  // which must not leave the block that the runtime runs
+  std::exception_ptr failure;  // must not leave the block that the runtime runs
 #pragma omp parallel num_threads(size)
   if (omp_get_thread_num() != 0) {
     team.work();

@@ -1,8 +1,8 @@
-// Rotations of rows: a Hadamard transform, which spreads a value that stands out over many others. Products with rows
-// that were both rotated are those with rows as they came, times the size of the rotation, and bytes hold them better.
+// Rotations of rows: a Hadamard transform, which spreads an outlier over many values. The product of two rotated rows
+// is that of the originals, times the size of the rotation, and bytes represent rotated rows better.
 //
-// A row is [size][depth / size], and each of its columns is transformed: additions of neighbours alone, in one order,
-// so that every level has the same bits.
+// A row is [size][depth / size], and each of its columns is transformed by additions of neighbours in a fixed order, so
+// that every level has the same bits.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ TILEWRIGHT_INLINE int64_t rotation_size(int64_t depth) {
 }
 
 inline void rotate(float* values, int64_t depth) {
-  // `apart` from one value to that which it is added to; two stages at a time.
+  // `apart` is the distance of two values that are added; two stages at a time.
   int64_t apart = depth / rotation_size(depth);
   for (; apart * 4 <= depth; apart *= 4)
     for (float* first = values; first < values + depth; first += apart * 4) {

@@ -1,5 +1,5 @@
-// Tensors as kernels take them: where rows lie, how far apart, and of what type. Plain data, so that a recorded call
-// holds a copy; an operand that is only read is a void* as well, so that one struct serves both.
+// Tensors as kernel arguments: address, strides and type of rows. Plain data, so that a recorded call holds a copy; an
+// operand that is only read is a void* as well, so that one struct serves both.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct Rows {
   }
 };
 
-// [T, H, K], or nothing: slices of a packed qkv row have strides of their own for tokens and for heads.
+// [T, H, K], or nothing: slices of a packed qkv row have separate strides for tokens and heads.
 struct Heads {
   void* data = nullptr;
   int64_t token_stride = 0, head_stride = 0;  // in elements

@@ -16,7 +16,7 @@ class Buffer {
     if (bytes > size_) {
       std::free(data_);
       size_ = 0;
-      // Half as much again, so that slowly growing requests settle; whole huge pages once it is large.
+      // Half as much again, so that slowly growing requests settle; whole huge pages for large sizes.
       const size_t alignment = bytes >= kHugePage ? kHugePage : 64;
       const size_t size = (bytes + bytes / 2 + alignment - 1) / alignment * alignment;
       data_ = std::aligned_alloc(alignment, size);

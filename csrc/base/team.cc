@@ -29,7 +29,7 @@ void Team::run(int64_t count, TaskBody body, void* context) {
 
 void Team::hand_out(int64_t count, TaskBody body, void* context) {
   if (count > kMaxTasks) throw std::length_error("a team takes up to 2^30 tasks, not " + std::to_string(count));
-  // Nobody owns a task now, and only who owns one reads these.
+  // No thread owns a task now, and only owners read these.
   body_ = body;
   context_ = context;
   count_ = count;
@@ -52,7 +52,7 @@ void Team::work() {
   while (wait_for_ticket().has_task()) take_tasks();
 }
 
-// One that has a task, or by which the team is dismissed.
+// Waits for a ticket that has a task, or that dismisses the team.
 Team::Ticket Team::wait_for_ticket() {
   auto arrived = [](Ticket ticket) { return ticket.has_task() || ticket.next >= kDismissed; };
   const auto until = Clock::now() + patience_;
@@ -70,7 +70,7 @@ Team::Ticket Team::wait_for_ticket() {
   }
 }
 
-// All tasks taken here are counted at once, when none is left: the leader hands out no others before.
+// All tasks run here are counted at once, when none is left: the leader hands out no others before.
 void Team::take_tasks() {
   int64_t num_taken = 0;
   for (;; ++num_taken) {
@@ -86,7 +86,7 @@ void Team::take_tasks() {
   if (num_taken) num_done_.fetch_add(num_taken, std::memory_order_release);
 }
 
-// Whoever owns a task runs or could run: this wait ends. It yields in case that thread needs this very core.
+// Every owner of a task runs or could run, so this wait ends. It yields in case such a thread needs this core.
 void Team::wait_until_done() const {
   const auto until = Clock::now() + patience_;
   for (bool is_patient = true;; is_patient = is_patient && Clock::now() < until) {

@@ -1,4 +1,5 @@
-// Teams of plain threads, without the runtime that kernels share with torch: ThreadSanitizer knows how these wait.
+// Teams of plain threads, without the runtime that kernels share with torch: ThreadSanitizer understands how these
+// wait.
 #include "base/team.h"
 
 #include <array>
@@ -16,7 +17,7 @@ namespace {
 
 using std::chrono::microseconds;
 
-// How long threads look before they sleep: never, for a while, and always.
+// Time that threads spin before they sleep: none, a while, and always.
 constexpr microseconds kPatience[] = {microseconds(0), microseconds(20), microseconds(1'000'000)};
 
 // Runs lead(team) on this thread with `size` - 1 others in the team.

@@ -1,4 +1,4 @@
-// Rounding, layouts and threads: what every kernel stands on.
+// Tests of rounding, layouts and threads, which every kernel relies on.
 #include <omp.h>
 #include <sched.h>
 
@@ -31,7 +31,7 @@ uint16_t nearest_bf16(float value) {
   std::memcpy(&bits, &value, sizeof(bits));
   const uint16_t below = static_cast<uint16_t>(bits >> 16);  // towards zero
   const uint16_t above = static_cast<uint16_t>(below + 1);
-  // Past the largest finite bf16 the next step stands for infinity, and rounds as if it were 2^128.
+  // Past the largest finite bf16 the next step is infinity, and rounds as if it were 2^128.
   const double far = (above & 0x7fff) == 0x7f80 ? std::ldexp(1.0, 128) : std::fabs(to_float(bf16{above}));
   const double to_below = std::fabs(static_cast<double>(value)) - std::fabs(to_float(bf16{below}));
   const double to_above = far - std::fabs(static_cast<double>(value));

@@ -21,7 +21,7 @@
 
 #include "base/dtype.h"
 
-// For functions of shared headers outside anonymous namespaces: emitted, they would be weak symbols that may carry the
+// For functions of shared headers outside anonymous namespaces: not inlined, they would be weak symbols with the
 // instructions of whichever ISA file the linker picks.
 #define TILEWRIGHT_INLINE inline __attribute__((always_inline))
 
@@ -38,7 +38,7 @@ TILEWRIGHT_INLINE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil
 
 namespace {
 
-// Where (depth, column) of a tile is, in elements.
+// Offset of (depth, column) in a tile, in elements.
 template <class T>
 inline constexpr int tile_offset(int depth, int column) {
   if constexpr (kIsBf16<T>)
@@ -47,13 +47,13 @@ inline constexpr int tile_offset(int depth, int column) {
     return depth / 2 * 32 + depth % 2 * 16 + column;
 }
 
-// Where (depth, column) of a tile of quads is, in bytes; of nibbles two depths share one.
+// Offset of (depth, column) in a tile of quads, in bytes; with nibbles two depths share a byte.
 template <bool kNibbles>
 inline constexpr int quad_offset(int depth, int column) {
   return depth / (kNibbles ? 8 : 4) * 64 + column * 4 + depth % 4;
 }
 
-// Where element (n, k) of a packed linear weight is.
+// Offset of element (n, k) in a packed linear weight.
 template <class T>
 inline int64_t packed_offset(int64_t n, int64_t k, int64_t num_depth_tiles) {
   const int64_t tile = (n / kStripColumns * num_depth_tiles + k / kTileDepth) * 2 + n % kStripColumns / kTileColumns;

@@ -20,7 +20,7 @@ bool is_dense(const Tensor& t) {
   return true;
 }
 
-// Same-shaped tensors as rows; as one long row when none has gaps.
+// Rows of same-shaped tensors; one long row if none has gaps.
 void set_rows(const Op& op, ElementwiseArgs& args, const Tensor& x, const Tensor& other, const Tensor& y) {
   if (is_dense(x) && is_dense(y) && (!other || is_dense(other))) {
     args.x = {x.data, 0, x.dtype};

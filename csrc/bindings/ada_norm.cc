@@ -21,7 +21,7 @@ Modulation modulation_of(Op& op, nb::handle arg, const char* name) {
   return {op.rows(t), rows ? length / rows : 1};
 }
 
-// What both functions take.
+// Arguments that both functions share.
 AdaNormArgs rows_of(Op& op, nb::handle x_arg, nb::handle residual_arg, nb::handle gate_arg, nb::handle y_arg) {
   const Tensor x = op.tensor(x_arg, "x", {"B", "L", "C"}, kFloats);
   const Tensor residual = op.optional(residual_arg, "residual", {"B", "L", "C"}, kFloats);

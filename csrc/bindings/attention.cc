@@ -20,7 +20,7 @@ KvFormat format_of(int64_t format) {
   return static_cast<KvFormat>(format);
 }
 
-// A cache is [pages, G, elements of one head] with the page size and head width it was made for.
+// A cache is [pages, G, elements of one head], with the page size and head width it was created for.
 KvLayout layout_of(Op& op, const Tensor& pages, int64_t page_size, int64_t head_width, int64_t format) {
   KvLayout layout = {page_size, op["G"], head_width, format_of(format)};
   const DTypes expected = layout.format == KvFormat::same ? kFloats : kBytes;

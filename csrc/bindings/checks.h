@@ -1,8 +1,7 @@
-// What must hold of the numbers by which a call finds rows, slots and pages: a wrong one reads or writes wild memory.
-//
-// A recorded call finds other numbers in the same memory at each replay, so its checks are recorded beside it
-// (bindings/plan.h). They are plain structs, as the arguments of kernels are; `run` raises ValueError "<op>: <what>".
-// A replay of 8 sequences with 4,096 tokens each takes 0.3 us longer for them, 1.3 us with 48 layers of experts.
+// Checks of the numbers that select rows, slots and pages: a wrong one would access wild memory. A recorded call finds
+// other numbers in the same memory at each replay, so its checks are recorded beside it (bindings/plan.h). They are
+// plain structs, like the arguments of kernels; `run` raises ValueError "<op>: <what>". A replay of 8 sequences with
+// 4,096 tokens each takes 0.3 us longer for them, 1.3 us with 48 layers of experts.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,7 @@
 
 namespace tilewright {
 
-// Ids [count], or a matrix of them of so many columns: each in [0, limit).
+// Ids [count], or a matrix of `columns` columns: each in [0, limit).
 struct Ids {
   const char *op, *name;
   const void* data;
@@ -24,7 +23,7 @@ struct Ids {
   void run() const;
 };
 
-// Slots [count] below `limit`, the number that `holder` ("cache", "pool") has. A negative one is none.
+// Slots [count] below `limit`, the number of slots of `holder` ("cache", "pool"). A negative one is none.
 struct Slots {
   const char *op, *name, *holder;
   const void* data;
@@ -35,7 +34,7 @@ struct Slots {
   void run() const;
 };
 
-// Where sequences start among `num_tokens` tokens of `of_what`: [num_sequences + 1], from 0 to num_tokens, rising.
+// Starts of sequences among `num_tokens` tokens of `of_what`: [num_sequences + 1], rising from 0 to num_tokens.
 struct Starts {
   const char *op, *name, *of_what;
   const int32_t* data;
@@ -45,7 +44,7 @@ struct Starts {
   void run() const;
 };
 
-// Every page that some query of a sequence may read is in the cache, and its keys are in the table's pages.
+// Every page that a query of a sequence may read is in the cache, and its keys are in the table's pages.
 struct Pages {
   const char* op;
   const int32_t *block_table, *query_starts, *kv_lengths;
@@ -56,15 +55,15 @@ struct Pages {
   void run() const;
 };
 
-// Checks the numbers that a step is given, now and at the start of each replay: the layers of a model share them, and
-// are checked once.
+// Checks the inputs of a step, now and at the start of each replay: the layers of a model share them, and they are
+// checked once.
 template <class Check>
 void require_of_inputs(const Check& check) {
   check.run();
   if (Plan* plan = Plan::recording()) plan->check_at_start(check);
 }
 
-// Checks numbers that may be results of earlier calls of a step, now and where the call stands in each replay.
+// Checks numbers that earlier calls of a step may compute, now and at the call's place in each replay.
 template <class Check>
 void require_of_results(const Check& check) {
   check.run();

@@ -14,7 +14,7 @@ namespace {
 constexpr DTypes kAny =
     one_of({DType::f32, DType::bf16, DType::u8, DType::i32, DType::i64, DType::boolean, DType::f64});
 
-// A whole tensor of any shape: collectives walk memory, not axes.
+// A whole tensor of any shape: collectives treat it as flat memory.
 Tensor whole(Op& op, nb::handle capsule, const char* name, DTypes dtypes) {
   const Tensor t = op.tensor(capsule, name, {"..."}, dtypes);
   op.contiguous(t);
@@ -27,19 +27,19 @@ void same_size(const Op& op, const Tensor& x, const Tensor& out) {
                  to_string(x));
 }
 
-// Sums of float32 may be rounded to bfloat16 on their way into `out`; otherwise it has the type of x.
+// Sums of float32 may be rounded to bfloat16 when written to `out`; otherwise it has the type of x.
 void takes_sums(const Op& op, const Tensor& x, const Tensor& out) {
   OP_REQUIRE(op, out.dtype == x.dtype || x.dtype == DType::f32,
              std::string(out.name) + " is " + to_string(out) + ", expected bfloat16 as x is, " + to_string(x));
 }
 
-// The group of a call; a plan that records the call keeps it.
+// Returns the group of a call; a plan that records the call keeps it alive.
 SharedGroup* group_of(nb::handle group) {
   if (Plan* plan = Plan::recording()) plan->keep(group);
   return nb::cast<SharedGroup*>(group);
 }
 
-// What the system refuses is an OSError with its number, as Python's own calls raise.
+// Errors of the system are OSErrors with their number, as Python's own calls raise.
 void raise_os_error(const std::exception_ptr& thrown, void*) {
   try {
     std::rethrow_exception(thrown);
@@ -48,7 +48,7 @@ void raise_os_error(const std::exception_ptr& thrown, void*) {
   }
 }
 
-// For ranks that sleep in a call: runs the handlers of signals that have come. What one raises ends the call.
+// For ranks that sleep in a call: runs pending signal handlers. If one raises, the call ends.
 void check_signals() {
   nb::gil_scoped_acquire acquire;
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -83,7 +83,7 @@ void bind_reductions(nb::module_& m) {
       },
       "group"_a, "x"_a, "out"_a);
 
-  // The sum of the `num_parts` equal parts of x, in their order, + addend: what a reduction over ranks computes.
+  // Computes the sum of the `num_parts` equal parts of x, in order, + addend: a reduction over ranks.
   m.def(
       "reduce",
       [](nb::handle x_arg, int num_parts, nb::handle addend_arg, nb::handle out_arg) {
@@ -167,7 +167,7 @@ void bind_residual_reductions(nb::module_& m) {
       "group"_a, "x"_a, "residual"_a, "weight"_a, "out"_a, "eps"_a, "weight_plus_one"_a);
 }
 
-// Ranks' columns side by side, the last of them left out where `out` is narrower.
+// Columns of all ranks, concatenated, without the last ones if `out` is narrower.
 void fits_columns(const Op& op, const Tensor& x, const Tensor& out, int num_ranks) {
   const int64_t width = num_ranks * x.size(-1);
   OP_REQUIRE(op, op.num_rows(out) == op.num_rows(x) && out.size(-1) <= width,
@@ -243,7 +243,7 @@ void bind_collective(nb::module_& m) {
   nb::exception<CollectiveError>(m, "CollectiveError", PyExc_RuntimeError);
   m.attr("max_ranks") = kMaxRanks;
   m.attr("default_slot_bytes") = kDefaultSlotBytes;
-  // Whether a collective that is no kernel call would be missing from a plan.
+  // Whether a plan is recorded, which would miss a collective that is not a kernel call.
   m.def("is_recording", [] { return Plan::recording() != nullptr; });
   m.def("create_segment", &Segment::create, "num_ranks"_a, "slot_bytes"_a);
   m.def(

@@ -74,7 +74,7 @@ void bind_conv3d(nb::module_& m) {
                    "weight is " + to_string(weight) + ", expected [O, " +
                        std::to_string(conv3d_depth(args.channels, args.kernel)) + "] for " +
                        std::to_string(args.channels) + " channels and a kernel of " + to_string(args.kernel));
-        // Rows and columns past the end of x are zeros; frames must be there.
+        // Rows and columns past the end of x are zeros; frames must exist.
         const int64_t frames_read = (args.out.frames - 1) * args.stride.frames + args.kernel.frames;
         OP_REQUIRE(op, frames_read <= op["T"] + args.front,
                    "out has " + std::to_string(args.out.frames) + " frames, which need " + std::to_string(frames_read) +

@@ -11,7 +11,7 @@ void in_range(const Op& op, const Tensor& ids, int64_t limit) {
   require_of_results(Ids{op.name(), ids.name, ids.data, ids.dtype, ids.numel(), limit});
 }
 
-// The table has `num_rows` rows, of the tokens from `first` on, of `num_ids` that there are.
+// The table has `num_rows` rows, those of the tokens from `first` on, of `num_ids` in all.
 EmbeddingArgs args_of(const Op& op, const Tensor& ids, const Tensor& out, int64_t num_rows, int64_t first,
                       int64_t num_ids) {
   OP_REQUIRE(op, first >= 0, "first is " + std::to_string(first) + ", expected 0 or more");

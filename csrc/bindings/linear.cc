@@ -7,7 +7,7 @@
 namespace tilewright {
 namespace {
 
-// A weight [N, K] in one of `dtypes`, and packed.
+// A weight [N, K] in one of `dtypes`, and its packed form.
 PackArgs pack_args(Op& op, nb::handle plain_arg, const char* name, const PackedWeight& packed, DTypes dtypes) {
   op.bind("N", packed.n);
   op.bind("K", packed.k);
@@ -15,7 +15,7 @@ PackArgs pack_args(Op& op, nb::handle plain_arg, const char* name, const PackedW
   return {op.rows(plain), packed};
 }
 
-// Scales, and mins or steps where the format has them, of args.form or args.packed.
+// Reads scales, and mins or steps if the format has them, of args.form or args.packed.
 template <class Args>
 void take_scales(Op& op, nb::handle scales_arg, nb::handle mins_arg, nb::handle steps_arg, const PackedWeight& weight,
                  Args& args) {

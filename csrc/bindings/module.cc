@@ -1,4 +1,4 @@
-// The Python module tilewright._kernels: what the machine has, and one function per kernel entry.
+// The Python module tilewright._kernels: what the machine supports, and one function per kernel entry.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -49,7 +49,7 @@ nb::dict manifest() {
 
 NB_MODULE(_kernels, m) {
   using namespace tilewright;
-  // A program may end while engines are alive, and with them their plans: that is no leak worth a page of warnings.
+  // A program may end while engines are alive, and their plans with them: no leak worth a page of warnings.
   nb::set_leak_warnings(false);
   m.def("isa_levels", [] {
     std::vector<std::string> names;  // from the plainest to the best

@@ -5,7 +5,7 @@
 namespace tilewright {
 namespace {
 
-// Tiles, which every level reads, or `own`, the layout in which this one keeps weights of the format.
+// Returns tiles, which every level reads, or `own`, the layout in which this level keeps weights of the format.
 WeightLayout layout_named(const Op& op, const std::string& name, WeightLayout own) {
   if (name == name_of(own)) return own;
   OP_REQUIRE(op, name == name_of(WeightLayout::tiles),
@@ -30,7 +30,7 @@ void require_groups(const Op& op, const PackedWeight& weight) {
                  std::to_string(kMaxQuantizedDepth));
 }
 
-// The scales of a weight whose sizes are those of its data.
+// Returns the scales of a weight whose sizes are those of its data.
 void* scales_of(Op& op, nb::handle arg, const PackedWeight& weight, const Tensor& data, const char* name) {
   if (!is_quantized(weight.format)) {
     OP_REQUIRE(op, arg.is_none(), std::string(name) + " has scales, " + name_of(weight.format) + " has none");

@@ -20,7 +20,7 @@ Table table_of(Op& op, nb::handle cos_arg, nb::handle sin_arg) {
 
 RopeHeads heads_of(const Op& op, const Tensor& x, const Tensor& y) { return {op.heads(x), op.heads(y), x.size(1)}; }
 
-// The weight as the kernel multiplies with it, widened once per call rather than once per head.
+// The weight as the kernel's factors, widened once per call rather than once per head.
 std::vector<float> factors_of(const Tensor& weight, bool plus_one) {
   std::vector<float> factors(static_cast<size_t>(weight.numel()));
   for (size_t i = 0; i < factors.size(); ++i) {

@@ -1,4 +1,4 @@
-// Packed sequences with states in a pool, as the ops that carry a state take them.
+// Reads packed sequences with states in a pool.
 #pragma once
 
 #include <string>

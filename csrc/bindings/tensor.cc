@@ -6,7 +6,7 @@
 namespace tilewright {
 namespace {
 
-// The part of DLPack's ABI (version 0.x, capsule name "dltensor") that we read.
+// The part of DLPack's ABI (version 0.x, capsule name "dltensor") that is read here.
 struct DlTensor {
   void* data;
   int32_t device_type, device_id;

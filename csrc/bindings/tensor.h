@@ -1,7 +1,7 @@
-// Tensors as they come from Python, and the checks that guard every kernel.
+// Tensors passed from Python, and the checks that guard every kernel.
 //
-// A tensor arrives as the DLPack capsule of torch.utils.dlpack.to_dlpack: 0.3 us, against 4 us for the __dlpack__
-// protocol. The capsule is only looked into; it stays owned by Python, which frees it after the call.
+// A tensor is passed as the DLPack capsule of torch.utils.dlpack.to_dlpack: 0.3 us, against 4 us for the __dlpack__
+// protocol. The capsule is only read; Python owns it and frees it after the call.
 //
 //   Op op("rms_norm");
 //   const Tensor x = op.tensor(x_arg, "x", {"T", "D"}, kFloats);
@@ -59,8 +59,8 @@ struct Tensor {
   }
 };
 
-// Raises ValueError "<op>: <message>" unless the condition holds. A macro, so that the message is put together only
-// when it is needed: a call may check a thousand slots or pages.
+// Raises ValueError "<op>: <message>" unless the condition holds. A macro, so that the message is built only when it is
+// needed: a call may check a thousand slots or pages.
 #define OP_REQUIRE(op, condition, message) \
   do {                                     \
     if (!(condition)) (op).fail(message);  \
@@ -72,22 +72,22 @@ class Op {
   explicit Op(const char* name) : name_(name) {}
   const char* name() const { return name_; }
 
-  // A tensor whose axes have the given sizes: a symbol ("T"; the first use binds it, later ones must agree), a
+  // Returns a tensor whose axes have the given sizes: a symbol ("T"; the first use binds it, later ones must agree), a
   // number ("3"), "_" for any, or a leading "..." for any number of axes. Its last axis must be contiguous.
   Tensor tensor(nb::handle capsule, const char* name, std::initializer_list<const char*> sizes, DTypes dtypes);
-  // The same, or an empty Tensor for None.
+  // Returns the same, or an empty Tensor for None.
   Tensor optional(nb::handle capsule, const char* name, std::initializer_list<const char*> sizes, DTypes dtypes);
 
   int64_t operator[](const char* symbol) const;
   void bind(const char* symbol, int64_t size);
 
-  // The rows of x when all axes but the last `inner` are walked as one: their common stride.
-  // Raises when they cannot be (a transposed or sliced middle axis).
+  // Returns the common stride of x's rows when all axes but the last `inner` are flattened. Raises if there is none (a
+  // transposed or sliced middle axis).
   int64_t row_stride(const Tensor& x, int inner = 1) const;
   int64_t num_rows(const Tensor& x, int inner = 1) const;
 
-  // A tensor as kernels take it; nothing for an empty one. All axes but the last are rows, all but the last two tokens
-  // of heads (of one head where there are no more than two).
+  // Returns a tensor as a kernel argument; nothing for an empty one. All axes but the last are rows, all but the last
+  // two tokens of heads (of one head if there are no more than two).
   Rows rows(const Tensor& x) const { return x ? Rows{x.data, row_stride(x), x.dtype} : Rows{}; }
   Heads heads(const Tensor& x) const {
     if (!x) return {};
@@ -105,13 +105,13 @@ class Op {
   std::vector<std::pair<std::string, int64_t>> sizes_;
 };
 
-// The activation of that name, or ValueError listing those there are.
+// Returns the activation of that name; ValueError with the known ones otherwise.
 Activation activation_named(const Op& op, const std::string& name);
 
 std::string to_string(const Tensor& tensor);  // "float32 [3, 4]"
 
-// Runs a kernel without the interpreter lock: other Python threads go on meanwhile. A thread that records a plan adds
-// the call to it.
+// Runs a kernel without the interpreter lock, so that other Python threads can run. If the thread records a plan, the
+// call is added to it.
 template <class Args>
 void launch(void (*kernel)(const Args&), const Args& args) {
   if (Plan* plan = Plan::recording()) plan->add(kernel, args);

@@ -1,13 +1,13 @@
-// For the files that are compiled once for each ISA level an op has a kernel for: <op>/kernels.cc, or <op>/<level>.cc
-// where a level has a kernel of its own. CMakeLists.txt says which, with the level's flags, and defines
+// For files that are compiled once for each ISA level of an op: <op>/kernels.cc, or <op>/<level>.cc if a level has its
+// own kernel. CMakeLists.txt lists them with the level's flags, and defines
 //
 //   TILEWRIGHT_LEVEL      its name
 //   TILEWRIGHT_VEC        the header of its Vec (base/vec)
 //   TILEWRIGHT_QUADS      the header of its products of bytes (base/quads)
 //   TILEWRIGHT_BYTES, TILEWRIGHT_COMPARE, TILEWRIGHT_LOOPS   headers of image, sample, probe for the same vectors
 //
-// All that such a file gives to the linker is its table of kernels: anything else would be a symbol that carries the
-// instructions of whichever level the linker picks. tests/test_symbols.py looks.
+// Such a file exports only its table of kernels: any other symbol would carry the instructions of whichever level the
+// linker picks. tests/test_symbols.py checks this.
 #pragma once
 
 #define TILEWRIGHT_PASTE_(op, level) op##_##level

@@ -1,14 +1,14 @@
-// How an op picks its kernel: from its levels in CMakeLists.txt, best first, the first that may be used.
+// Selection of an op's kernel: the first of its levels in CMakeLists.txt, best first, that may be used.
 //
-// From that list CMake compiles the op's files, once for each level with its flags, builds its C++ test, and writes the
-// levels of this architecture to kernels/lists.h, or of them those that TILEWRIGHT_LEVELS asks for:
+// From that list CMake compiles the op's files once per level with its flags, builds its C++ test, and writes the
+// levels of this architecture to kernels/lists.h, or those that TILEWRIGHT_LEVELS asks for:
 //
 //   #define TILEWRIGHT_KERNELS_OF_norm(KERNEL, ...) ... KERNEL(scalar, norm_scalar, __VA_ARGS__)
 //   #define TILEWRIGHT_OPS(OP) OP(norm) ...
 //
-// which the tables here are made of, and what `tilewright info` prints (registry.cc). Tests do not read the list: in
-// C++ and in Python they go through the levels that the machine has and cap the kernels at each, so that every kernel
-// that is listed and can run here is the one that some run picks.
+// The tables here and the output of `tilewright info` (registry.cc) are made from it. Tests do not read the list: in
+// C++ and in Python they iterate over the levels of the machine and cap the kernels at each, so that every listed
+// kernel that can run here is run.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ struct Entry {
   const Kernels* kernels;
 };
 
-// Whether a table is what `select` takes for granted: best first, and scalar last, which runs anywhere.
+// Whether a table is ordered as `select` assumes: best first, and scalar last, which runs anywhere.
 template <class Kernels, size_t kCount>
 consteval bool is_ordered(const Entry<Kernels> (&table)[kCount]) {
   for (size_t i = 1; i < kCount; ++i)

@@ -7,8 +7,8 @@
 namespace tilewright {
 namespace {
 
-// A rank that comes this late costs less waited for than slept for: falling asleep and being woken take some 10 us here
-// and up to 50 on a busy machine, and ranks of one model seldom come further apart.
+// Up to this delay of a rank, spinning costs less than sleeping: falling asleep and being woken take some 10 us here
+// and up to 50 on a busy machine, and ranks of one model are seldom further apart.
 constexpr std::chrono::microseconds kSpin{50};
 
 constexpr int kCountShift = 24, kRootShift = 16, kOutShift = 12, kDTypeShift = 8;
@@ -59,7 +59,7 @@ Barrier::Barrier(Segment& segment, int rank, std::string name, double timeout_s)
   number_ = header_.seats[rank].arrived.load();
 }
 
-// Before the first slot is written: others may still read what it holds.
+// Before the first slot is written: others may still read its contents.
 void Barrier::begin(Call call) {
   call_ = call;
   ++operations_;
@@ -71,8 +71,8 @@ void Barrier::pass() {
   const uint32_t number = number_ + 1;
   Seat& seat = header_.seats[rank_];
   seat.calls[number % 2].store(call_.bits(), std::memory_order_relaxed);
-  // Sequentially consistent, as the loads in missing() and the count of sleepers are: of the ranks that come to a
-  // barrier the last one in that order sees all others there, and all who sleep, and rings.
+  // Sequentially consistent, as are the loads in missing() and the count of sleepers: the last rank in that order to
+  // reach a barrier sees all others there, and all sleepers, and rings.
   seat.arrived.store(number);
   if (missing(number))
     wait(number);
@@ -101,7 +101,7 @@ void Barrier::wait(uint32_t number) {
       return;
   } catch (const CollectiveError&) {
     throw;
-  } catch (...) {  // of a signal's handler: the others would wait for the rest of this collective
+  } catch (...) {  // raised by a signal handler: the others would wait for the rest of this collective
     fail_group(header_, failure_of(Reason::interrupted, operations_, 1u << rank_));
     throw;
   }
@@ -111,7 +111,7 @@ void Barrier::wait(uint32_t number) {
   throw_failure(operation(), header_.failure.load());
 }
 
-// All are here; were they called for the same? Seats of this parity are written again only after the next barrier.
+// All are here; do their calls agree? Seats of this parity are written again only after the next barrier.
 void Barrier::check_calls(uint32_t number) {
   const uint64_t mine = call_.bits();
   for (int rank = 0; rank < num_ranks_; ++rank) {

@@ -1,4 +1,4 @@
-// Where the ranks of a group wait for each other in a collective.
+// Barriers at which the ranks of a group wait for each other in a collective.
 //
 // Barriers are numbered, the same on all ranks. Between barriers n - 1 and n a rank writes into its slot of parity
 // n % 2 and reads everybody's slots of parity (n - 1) % 2: what it reads was finished before barrier n - 1, and what it
@@ -14,7 +14,7 @@
 
 namespace tilewright {
 
-// What a rank has come to do; all must have come for the same.
+// The collective that a rank calls; all must call the same.
 struct Call {
   enum Kind : uint8_t { all_reduce, all_gather, reduce_scatter, broadcast, barrier, all_reduce_add, all_reduce_norm };
   Kind kind = barrier;
@@ -29,18 +29,18 @@ struct Call {
 
 const char* name_of(Call::Kind kind);
 
-// Tells all ranks that one is gone: those that wait fail at once, the others at their next call. For a launcher that
-// sees its child die.
+// Tells all ranks that one is gone: waiting ranks fail at once, the others at their next call. For a launcher that sees
+// its child die.
 void abort_group(Segment& segment, int rank);
 
 class Barrier {
  public:
   Barrier(Segment& segment, int rank, std::string name, double timeout_s);
 
-  // A collective begins: from here on errors speak of it. Throws if the group has failed before.
+  // Begins a collective, which errors refer to from here on. Throws if the group has failed before.
   void begin(Call call);
-  // Comes to the next barrier and waits there for all others. Throws CollectiveError naming those that did not come
-  // within the time-out; then the group has failed for all, as it has when a signal's handler throws.
+  // Waits for all others at the next barrier. Throws CollectiveError naming those that did not arrive within the
+  // timeout; the group has then failed for all, as it has if a signal handler throws.
   void pass();
 
   // The parity of the slots that may be written, and that may be read, until the next barrier.

@@ -11,8 +11,8 @@ namespace {
 
 static_assert(kMaxRanks <= kMaxSummands);
 
-// While all ranks' parts together are no larger, every rank sums them all itself: one barrier instead of two. Two ranks
-// with 64 KB each took 14 us so, and 12 in slices.
+// Up to this size of all ranks' parts together, every rank sums them all itself: one barrier instead of two. Two ranks
+// with 64 KB each took 14 us this way, and 12 in slices.
 constexpr int64_t kOnePhaseBytes = 64 << 10;
 constexpr int64_t kLineBytes = 64;
 
@@ -23,7 +23,7 @@ void copy(void* to, const void* from, int64_t bytes) {
 }
 
 // `count` elements in pieces of one length, a multiple of `unit` and at most `max_length`; the last may be shorter. An
-// empty message is one empty piece, so that its ranks meet all the same.
+// empty message is one empty piece, so that its ranks still meet.
 struct Chunks {
   Chunks(int64_t count, int64_t max_length, int64_t unit) : count(count) {
     const int64_t pieces = std::max<int64_t>(1, (count + max_length - 1) / max_length);
@@ -36,12 +36,12 @@ struct Chunks {
   int64_t count, length, num;
 };
 
-// Elements of the largest chunk of which a slot has a place for each rank, of whole cache lines.
+// Elements of the largest chunk for which a slot has a place per rank, in whole cache lines.
 int64_t places_length(int64_t slot_bytes, int num_ranks, DType dtype) {
   return slot_bytes / num_ranks / kLineBytes * kLineBytes / static_cast<int64_t>(size_of(dtype)) * num_ranks;
 }
 
-// What is summed over ranks, and what becomes of the sum.
+// The operands of a sum over ranks, and its use.
 struct Reduction {
   const char* x;
   const char* addend;  // optional: one more summand, after all ranks
@@ -54,7 +54,7 @@ struct Reduction {
   int64_t x_bytes() const { return static_cast<int64_t>(size_of(x_dtype)); }  // of an element
   int64_t out_bytes() const { return static_cast<int64_t>(size_of(dtype)); }
 
-  // Sums elements [begin, end), counted from element `first` of x, which lies at `at(rank)` in the slots of others.
+  // Sums elements [begin, end), counted from element `first` of x, which is `at(rank)` in the other ranks' slots.
   template <class At>
   void sum(const Turn& turn, int64_t first, int64_t begin, int64_t end, At at, char* second) const {
     const char* own = x + first * x_bytes();
@@ -85,7 +85,7 @@ struct Reduction {
   }
 };
 
-// Every rank shows all of its x, and sums all of everybody's.
+// Every rank publishes all of its x, and sums all ranks' x.
 class OnePhase {
  public:
   static constexpr int kStages = 2;
@@ -110,11 +110,9 @@ class OnePhase {
   const Reduction& r_;
 };
 
-// A chunk has a slice for each rank. Stage 0 shows the slices of the others, stage 1 sums the own one and shows the
-// result, stage 2 collects the results of the others.
-//
-// A slot has a place per rank. In the slot of rank r, place q holds what r gives to q for its sum; and place r, which r
-// would give to itself, holds what r has summed, of the chunk before.
+// A chunk has a slice for each rank. Stage 0 publishes the slices of the others, stage 1 sums the own one and publishes
+// the result, stage 2 collects the results of the others. A slot has a place per rank. In the slot of rank r, place q
+// holds r's part of q's sum; and place r holds what r has summed, of the previous chunk.
 class TwoPhase {
  public:
   static constexpr int kStages = 3;
@@ -147,7 +145,7 @@ class TwoPhase {
   int64_t slice_begin(int rank, int64_t size) const { return std::min(size, rank * slice_length(size)); }
   int64_t slice_end(int rank, int64_t size) const { return std::min(size, (rank + 1) * slice_length(size)); }
 
-  // fn(begin, end, rank, offset) for the parts of [begin, end) that lie in slices of other ranks; they begin with
+  // fn(begin, end, rank, offset) for the parts of [begin, end) that lie in slices of other ranks; each begins at
   // element `offset` of that rank's slice.
   template <class Fn>
   void for_other_slices(int64_t chunk, int64_t begin, int64_t end, Fn fn) const {
@@ -159,7 +157,7 @@ class TwoPhase {
     }
   }
 
-  // The byte of a slot where a rank's place begins: of elements of x, or of sums, which are no larger.
+  // Byte offset of a rank's place in a slot: of elements of x, or of sums, which are no larger.
   int64_t place_of(int rank) const { return rank * place_ * r_.x_bytes(); }
 
   void show(int64_t chunk, int64_t begin, int64_t end) const {
@@ -199,7 +197,7 @@ void reduce_to_all(Turn& turn, const Reduction& reduction) {
     turn.run(TwoPhase(turn, reduction));
 }
 
-// Stage 0 shows to every other rank its part, stage 1 sums what the others show of the own one.
+// Stage 0 publishes each other rank's part, stage 1 sums the published parts of the own one.
 class Scatter {
  public:
   static constexpr int kStages = 2;
@@ -247,7 +245,7 @@ class Scatter {
   Chunks chunks_;
 };
 
-// Stage 0 shows x, stage 1 collects everybody's.
+// Stage 0 publishes x, stage 1 collects all of them.
 class Gather {
  public:
   static constexpr int kStages = 2;
@@ -266,7 +264,7 @@ class Gather {
   }
 
  private:
-  // fn(i, count, row, column) for the part of each row of x in elements [begin, end) of a chunk; it begins with the
+  // fn(i, count, row, column) for the part of each row of x in elements [begin, end) of a chunk; it begins at the
   // chunk's element i.
   template <class Fn>
   void for_rows(int64_t chunk, int64_t begin, int64_t end, Fn fn) const {
@@ -304,7 +302,7 @@ class Gather {
   Chunks chunks_;
 };
 
-// Stage 0 is the root's, stage 1 the others'.
+// Stage 0 runs on the root, stage 1 on the others.
 class Spread {
  public:
   static constexpr int kStages = 2;

@@ -80,13 +80,13 @@ struct AllReduceNormArgs {
   DType weight_dtype = DType::f32;
 };
 
-// What a group of one rank gathers: rows of x, their last columns left out where out is narrower.
+// Copies the rows that a group of one rank gathers; the last columns of x are left out if out is narrower.
 struct CopyRowsArgs {
   Rows x, out;
   int64_t rows = 0, width = 0;
 };
 
-// The widest row of x that a slot of the group takes.
+// The widest row of x that a slot of the group can hold.
 int64_t max_norm_width(const SharedGroup& group, DType x_dtype);
 
 void all_reduce(const AllReduceArgs& args);

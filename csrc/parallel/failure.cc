@@ -10,7 +10,7 @@ namespace {
 // From the highest bit on: the reason, the low bits of the operation's number, the ranks.
 constexpr int kReasonShift = 60, kOperationShift = 32;
 
-// The number of the operation that failed, for a reader whose own is less than 2^27 away.
+// Returns the number of the failed operation, for a reader whose own is less than 2^27 away.
 uint64_t operation_of(uint64_t failure, uint64_t own) {
   const auto distance = static_cast<int64_t>(((failure >> kOperationShift) - own) << 36) >> 36;
   return own + static_cast<uint64_t>(distance);

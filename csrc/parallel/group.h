@@ -1,4 +1,4 @@
-// One rank's end of a group, and how a message goes through its slots.
+// One rank's end of a group, and the passage of a message through its slots.
 #pragma once
 
 #include <atomic>
@@ -13,8 +13,8 @@
 
 namespace tilewright {
 
-// Of the sizes from 64 KB to 4 MB the best or near it (docs/parallel.md): both slots of a rank, and what it reads of
-// others, stay in its second-level cache.
+// Among the best of the sizes from 64 KB to 4 MB (docs/parallel.md): both slots of a rank, and what it reads of others,
+// stay in its second-level cache.
 inline constexpr int64_t kDefaultSlotBytes = int64_t{256} << 10;
 
 // Used by one thread at a time; another may close it while that one waits for a post.
@@ -27,20 +27,20 @@ class SharedGroup {
   int size() const { return size_; }
   int64_t slot_bytes() const { return slot_bytes_; }
 
-  // Rank 0 says that there is work: each of the others returns from wait_for_post once more.
+  // On rank 0: there is work. Each other rank returns from wait_for_post once more.
   void post();
-  // Waits, for as long as it takes, until rank 0 has posted once more than this rank has seen. Looks for it for
-  // `spin_us` before it sleeps. Throws CollectiveError when the group has failed or is closed.
+  // Waits until rank 0 has posted once more than this rank has seen, however long that takes. Spins for `spin_us`
+  // before it sleeps. Throws CollectiveError if the group has failed or is closed.
   void wait_for_post(double spin_us);
 
-  // Lets go of the memory; later calls throw CollectiveError. The other ranks hear of it, instead of waiting in vain.
+  // Frees the memory; later calls throw CollectiveError. The other ranks are notified instead of waiting in vain.
   void close();
 
  private:
   friend class Turn;
   enum class Use { none, call, waiting };
 
-  // Keeps other threads of the rank out while it lives.
+  // Excludes other threads of the rank during its lifetime.
   class Hold {
    public:
     Hold(SharedGroup& group, Use use, const char* what);
@@ -95,14 +95,14 @@ class Turn {
   }
 
  private:
-  // A task of a team: enough bytes that handing it out costs little, and one task for a message of 8 KB.
+  // Bytes per task of a team: enough that handing it out costs little, and one task for a message of 8 KB.
   static constexpr int64_t kTaskBytes = 32 << 10;
 
   template <class Stages>
   void share_window(const Stages& stages, int64_t window) {
     int64_t items[Stages::kStages], grain[Stages::kStages], end_task[Stages::kStages];
     int64_t num_tasks = 0;
-    // The latest stage first: its data has waited longest, and what is written last is what others find in our cache.
+    // The latest stage first: its data has waited longest, and what is written last is still in our cache for others.
     for (int stage = Stages::kStages - 1; stage >= 0; --stage) {
       const int64_t chunk = window - stage;
       items[stage] = chunk >= 0 && chunk < stages.num_chunks() ? stages.num_items(stage, chunk) : 0;

@@ -22,10 +22,10 @@ int64_t total_bytes(int num_ranks, int64_t slot_bytes) { return kHeaderBytes + n
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
-// Fills in a new file: its size for good, and the header.
+// Initialises a new file: its final size, and the header.
 void lay_out(int fd, int num_ranks, int64_t slot_bytes) {
   if (ftruncate(fd, total_bytes(num_ranks, slot_bytes)) != 0) fail("shared memory of a group: ftruncate");
-  // A file that a process shrinks would kill the others at their next access.
+  // If a process shrank the file, the others would crash at their next access.
   if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fail("shared memory of a group: seals");
   void* memory = mmap(nullptr, kHeaderBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED) fail("shared memory of a group: mmap");

@@ -13,10 +13,11 @@ namespace tilewright {
 
 inline constexpr int kMaxRanks = 32;
 
-// Only words without a lock work between processes: a lock would be one process's own.
+// Only lock-free words work between processes: a lock would belong to one process.
 static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
 
-// What one rank tells the others. Two lines: hardware fetches lines in pairs, and a neighbour's writes would take ours.
+// One rank's messages to the others. Two lines: hardware fetches lines in pairs, and a neighbour's writes would evict
+// ours.
 struct alignas(128) Seat {
   std::atomic<uint32_t> taken;     // 1 once a process is this rank
   std::atomic<uint32_t> arrived;   // the number of the last barrier this rank came to
@@ -27,20 +28,20 @@ struct Header {
   uint64_t magic;
   int32_t num_ranks;
   int64_t slot_bytes;
-  // Zero, or why the group can no longer be used; the first that says so is right. See failure.h.
+  // Zero, or why the group is unusable; the first writer wins. See failure.h.
   alignas(128) std::atomic<uint64_t> failure;
-  // Waiters that stopped spinning sleep on `bell`; it is rung (counted up, and woken) only if there are sleepers.
+  // Waiters that stopped spinning sleep on `bell`; it is incremented and woken only if there are sleepers.
   alignas(128) std::atomic<uint32_t> bell;
   std::atomic<uint32_t> sleepers;
-  // How often rank 0 has posted: others wait for it to change.
+  // Number of posts of rank 0: others wait for it to change.
   alignas(128) std::atomic<uint32_t> posts;
   Seat seats[kMaxRanks];
 };
 
 class Segment {
  public:
-  // A descriptor of new memory for so many ranks, which cannot change its size; closed on exec unless it is passed on.
-  // Throws std::system_error where the system has no memfd.
+  // Creates memory for `num_ranks` ranks and returns its descriptor. Its size is fixed; it is closed on exec unless it
+  // is passed on. Throws std::system_error if the system has no memfd.
   static int create(int num_ranks, int64_t slot_bytes);
 
   // Maps it; the descriptor may be closed afterwards. Throws std::invalid_argument if it is no segment.

@@ -1,4 +1,4 @@
-// Collectives with threads as ranks, each with a mapping of its own of one segment, against plain loops, bit by bit.
+// Tests collectives with threads as ranks, each with its own mapping of one segment, against plain loops, bit by bit.
 // Slots of one page make pipelines of small messages.
 #include <unistd.h>
 
@@ -44,7 +44,7 @@ void with_ranks(int num_ranks, const std::function<void(SharedGroup&)>& body, do
   for (auto& thread : threads) thread.join();
 }
 
-// What rank `rank` has of message `seed`: of many sizes, so that sums in another order have other bits.
+// Element i of rank `rank`'s message `seed`: of many magnitudes, so that sums in another order have other bits.
 float value(int rank, int64_t seed, int64_t i) {
   Random random(static_cast<uint64_t>(seed * 1000003 + rank * 10007 + i));
   return random.value() * static_cast<float>(1 << random.bits() % 12);
@@ -145,7 +145,7 @@ void check_all_reduce_add(SharedGroup& group, int64_t count, Edge edge, bool in_
       "all_reduce_add");
 }
 
-// The residual bit by bit; the norm of it as rms_norm has it, whose own test says what is right.
+// The residual bit by bit; its norm as computed by rms_norm, which has its own test.
 template <class X, class T>
 void check_all_reduce_norm(SharedGroup& group, int64_t rows, int64_t width, Edge edge) {
   GuardedBuffer<X> x(rows * width, edge);
@@ -229,7 +229,7 @@ TEST(collectives_give_the_bits_of_plain_loops) {
   });
 }
 
-// Slots large enough that a window has several tasks, and a team to share them.
+// Slots large enough that a window has several tasks for a team to share.
 void check_large_messages(SharedGroup& group) {
   check_all_reduce<float>(group, 100000, Edge::end, true);
   check_all_reduce<bf16>(group, 150001, Edge::end, false);
@@ -249,7 +249,7 @@ TEST(the_threads_of_a_team_share_large_messages) {
   set_num_threads(0);
 }
 
-// As many ranks as a group takes, most of them waiting for a CPU: they sleep, and none is forgotten.
+// The largest number of ranks, most of them waiting for a CPU: they sleep, and none is forgotten.
 TEST(many_ranks_on_few_cores) {
   set_num_threads(1);
   with_ranks(kMaxRanks, [](SharedGroup& group) {
@@ -259,7 +259,7 @@ TEST(many_ranks_on_few_cores) {
   set_num_threads(0);
 }
 
-// Ranks that come early and late by turns, longer than they spin: slots must not be written while others read them.
+// Ranks that are alternately early and late, longer than they spin: slots must not be written while others read them.
 TEST(ranks_out_of_step) {
   set_num_threads(1);
   with_ranks(3, [](SharedGroup& group) {
@@ -352,7 +352,7 @@ TEST(an_abort_wakes_those_who_wait) {
   CHECK(seconds_since(began) < 10);
 }
 
-// Posts far apart and close together: each is seen once, by ranks that spin and by ranks that sleep.
+// Posts far apart and close together: each is seen once, by spinning and by sleeping ranks.
 TEST(posts_are_seen_once_each) {
   std::atomic<int> posted{0};
   with_ranks(3, [&](SharedGroup& group) {
@@ -405,7 +405,7 @@ TEST(a_group_may_be_closed_by_another_thread_or_rank) {
 
 struct Interrupted {};
 
-// As a handler of Python raises: those who wait elsewhere hear who it was.
+// As a handler of Python raises: waiting ranks learn whose it was.
 TEST(a_handler_may_end_a_wait) {
   static std::atomic<bool> raise;
   raise = true;

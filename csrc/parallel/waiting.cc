@@ -14,7 +14,7 @@ constexpr std::chrono::milliseconds kSignalCheck{100};
 
 std::atomic<void (*)()> signal_check{nullptr};
 
-// The futex is shared, not private: the word is known by its place in the file, whatever its address in a process.
+// The futex is shared, not private: the word is identified by its place in the file, whatever its address in a process.
 void ring(Header& header) {
   header.bell.fetch_add(1);
   syscall(SYS_futex, &header.bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);

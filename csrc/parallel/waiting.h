@@ -1,8 +1,8 @@
-// How a rank waits for what another will do: it looks for a while, then sleeps on the header's bell, a shared futex.
+// How a rank waits for another: it spins for a while, then sleeps on the header's bell, a shared futex.
 //
-// No wake-up is lost. A sleeper counts itself, reads the bell, then looks once more; who changes something that others
-// wait for stores it, then reads the count (ring_for_sleepers). All four are sequentially consistent: either the
-// sleeper sees the change, or the other sees the sleeper. A bell rung since it was read lets nobody fall asleep.
+// No wake-up is lost. A sleeper counts itself, reads the bell, then checks once more; a rank that changes something
+// others wait for stores it, then reads the count (ring_for_sleepers). All four are sequentially consistent: either the
+// sleeper sees the change, or the other sees the sleeper. A bell rung after it was read prevents falling asleep.
 #pragma once
 
 #include <chrono>
@@ -15,20 +15,20 @@ namespace tilewright {
 
 using Clock = std::chrono::steady_clock;
 
-// Wakes those who sleep, if any do: to be called after a store that they may wait for.
+// Wakes sleepers, if there are any: call it after a store that they may wait for.
 void ring_for_sleepers(Header& header);
 
-// The first failure stays; whoever waits is woken to hear of it.
+// Records the first failure, and wakes all waiting ranks.
 void fail_group(Header& header, uint64_t failure);
 
-// What a rank runs when a signal has woken it, and every 100 ms of sleep, for signals that another thread got: Python's
-// handlers, which run on no other thread. What it throws ends the wait.
+// Sets a function that a rank runs when a signal has woken it, and every 100 ms of sleep, for signals that another
+// thread received: Python's handlers, which run on no other thread. If it throws, the wait ends.
 void set_signal_check(void (*check)());
 
-// One sleep: until the bell is no longer `bell`, for at most `left`.
+// Sleeps once, until the bell differs from `bell`, for at most `left`.
 void sleep_on_bell(Header& header, uint32_t bell, std::chrono::nanoseconds left);
 
-// Counts this rank among the sleepers while it lives.
+// Counts this rank among the sleepers during its lifetime.
 class Sleeper {
  public:
   explicit Sleeper(Header& header) : header_(header) { header_.sleepers.fetch_add(1); }
@@ -40,9 +40,9 @@ class Sleeper {
   Header& header_;
 };
 
-// True once done() holds, which is looked for until `spin_until` and slept for afterwards; false from `until` on. When
-// the group has failed, failed(failure) throws. The failure is read first and done() asked last: what has been done is
-// done, whatever has happened since.
+// True once done() holds, polled until `spin_until` and slept for afterwards; false from `until` on. If the group has
+// failed, failed(failure) throws. The failure is read first and done() checked last: what is done stays done, whatever
+// happened since.
 template <class Done, class Failed>
 bool wait_until(Header& header, Clock::time_point spin_until, Clock::time_point until, Done done, Failed failed) {
   do {

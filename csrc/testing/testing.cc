@@ -33,7 +33,7 @@ Test::Test(const char* name, void (*body)()) : name(name), body(body) {
 
 void check(bool condition, const std::string& message, const char* file, int line) {
   if (condition) return;
-  // The first ones tell the story; a broken kernel would print thousands.
+  // The first ones are enough; a broken kernel would print thousands.
   if (num_failures.fetch_add(1) < 20)
     std::printf("%s:%d: at level %s: %s\n", file, line, name_of(active_isa()), message.c_str());
 }

@@ -31,7 +31,7 @@ struct Test {
 
 #define CHECK(condition) ::tilewright::testing::check((condition), #condition, __FILE__, __LINE__)
 
-// Prints the failure with the ISA level in use, and counts it.
+// Prints the failure with the active ISA level, and counts it.
 void check(bool condition, const std::string& message, const char* file, int line);
 
 // Runs body once per ISA level this CPU has, with the kernels capped at that level.
@@ -62,9 +62,8 @@ class Random {
 
 enum class Edge { end, start };
 
-// Bytes between two pages nobody may touch; the first use of one ends the test with a fault. Built with
-// TILEWRIGHT_TEST_SLACK those pages may be read: some emulators read what the mask of a load leaves out. A write ends
-// the test either way.
+// Bytes between two inaccessible pages; touching one ends the test with a fault. Built with TILEWRIGHT_TEST_SLACK those
+// pages may be read: some emulators read what the mask of a load leaves out. A write ends the test in any case.
 class GuardedBytes {
  public:
   GuardedBytes(size_t size_bytes, Edge edge);
@@ -81,9 +80,9 @@ class GuardedBytes {
 };
 
 // Exactly `count` elements that end right before a forbidden page (Edge::end) or start right after one (Edge::start).
-// ASan sees neither loads of matrix tiles nor masked accesses; the page does. Filled with 0xff, which is NaN as fp32
-// and as bf16: an element read before it is written, or never written, shows in the result. What is left of the pages
-// on the open side is checked for stray writes at the end.
+// ASan sees neither loads of matrix tiles nor masked accesses; the page does. Filled with 0xff, which is NaN in fp32
+// and bf16: an element read before it is written, or never written, shows in the result. The rest of the pages on the
+// open side is checked for stray writes at the end.
 template <class T>
 class GuardedBuffer {
  public:
@@ -104,7 +103,7 @@ class GuardedBuffer {
   int64_t count_;
 };
 
-// A buffer as kernels take it: rows of `stride` elements, or tokens of heads side by side.
+// A buffer as a kernel argument: rows of `stride` elements, or tokens of adjacent heads.
 template <class T>
 Rows rows_of(const GuardedBuffer<T>& buffer, int64_t stride) {
   return {buffer.data(), stride, dtype_of<T>()};
@@ -114,8 +113,8 @@ Heads heads_of(const GuardedBuffer<T>& buffer, int64_t token_stride, int64_t hea
   return {buffer.data(), token_stride, head_stride, dtype_of<T>()};
 }
 
-// |actual - expected| <= tolerance * max(1, |expected|) everywhere, where expected is fp32 or double; a bf16 `actual`
-// is given one rounding step (2^-8) more. Reports the first element that differs.
+// Checks |actual - expected| <= tolerance * max(1, |expected|) for all elements, expected being fp32 or double; a bf16
+// `actual` may be off by one more rounding step (2^-8). Reports the first element that differs.
 template <class T, class Expected>
 void check_close(const T* actual, const Expected* expected, int64_t count, double tolerance, const std::string& what) {
   const double allowed = tolerance + (kIsBf16<T> ? 1.0 / 256 : 0.0);

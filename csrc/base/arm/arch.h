@@ -1,4 +1,4 @@
-// What aarch64 has; base/arch.h says what is asked of an architecture.
+// aarch64's part of base/arch.h.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +11,16 @@ inline constexpr const char* kArchName = "aarch64";
 enum class Isa : int { neon_bf16, neon_dotprod, neon, scalar };
 inline constexpr int kNumIsaLevels = 4;
 
-// The second-level cache of a core: of a Neoverse N1 or V1; a V2 has twice that.
+// Second-level cache of a core, as on a Neoverse N1 or V1; a V2 has twice that.
 inline constexpr int64_t kCoreCacheBytes = int64_t{1} << 20;
 
 namespace {
 
-// Some 30 cycles. `yield`, which is meant for it, does nothing on most cores: a waiting thread would fetch the line it
-// looks at as fast as it can, and slow the one that writes it.
+// Some 30 cycles. `yield`, which is meant for this, does nothing on most cores: a waiting thread would fetch the line
+// it polls as fast as it can, and slow down its writer.
 inline void pause_cpu() { __asm__ volatile("isb" ::: "memory"); }
 
-// Denormal numbers count as zero for the length of a scope, as on machines where they are slow: the same results.
+// Denormal numbers are zero within a scope, as on machines where they are slow: results are equal.
 class FlushDenormals {
  public:
   FlushDenormals() {

@@ -1,9 +1,7 @@
-// Products of half_product.h for eight rows at a time, as assembly: no loop of gcc 12's loads the next rows and columns
-// while the last ones are multiplied, and it moves sums from register to register. On a Neoverse N1 64 instead of 53
-// GFLOP/s, of 80, from the L1 cache.
-//
-// v0 to v7 have eight depths of the rows; v24 and v25, v26 and v27 in turns the columns of a depth; 16 other registers
-// the sums. Sums of chains that are done go to memory.
+// Products of half_product.h for eight rows at a time, in assembly: gcc 12's loops do not load the next rows and
+// columns during products, and move sums between registers. On a Neoverse N1 64 instead of 53 GFLOP/s, of 80, from the
+// L1 cache. v0 to v7 hold eight depths of the rows; v24 and v25, v26 and v27 alternately the columns of a depth; 16
+// other registers the sums. Sums of finished chains go to memory.
 #pragma once
 
 #include "base/arm/half_vec.h"
@@ -19,8 +17,8 @@ namespace {
   OP " %" #S0 ".8h, v" #C0 ".8h, v" #ROW ".h[" #LANE "]\n\t"  \
   OP " %" #S1 ".8h, v" #C1 ".8h, v" #ROW ".h[" #LANE "]\n\t"
 
-// What happens before or after the two products of a row. Rows: a line of 64 bytes is 32 depths, so that the next one
-// is asked for in time.
+// Code before or after the two products of a row. Rows: a line of 64 bytes is 32 depths, so the next line is prefetched
+// in time.
 #define TW_NOTHING(ROW, S0, S1)
 #define TW_NEXT_ROW(ROW, S0, S1) "prfm pldl1keep, [%[row], 112]\n\t" TW_ROW(ROW)
 #define TW_SAVE(ROW, S0, S1) "stp %q" #S0 ", %q" #S1 ", [%[done], 32 * " #ROW "]\n\t"
@@ -41,8 +39,8 @@ namespace {
   BEFORE(7, 14, 15) TW_MULTIPLY(OP, 7, LANE, C0, C1, 14, 15) AFTER(7, 14, 15)
 #define TW_MORE(LANE, C0, C1, N0, N1) TW_COLUMNS(N0, N1) TW_DEPTH("fmla", LANE, C0, C1, TW_NOTHING, TW_NOTHING)
 
-// The first seven of eight depths, whose columns are there; then the eighth by itself, with which the next eight
-// depths of the rows come, from `NEXT` bytes on, and their first columns.
+// The first seven of eight depths, whose columns are loaded; then the eighth separately, with loads of the rows' next
+// eight depths from byte `NEXT` on, and of their first columns.
 #define TW_SEVEN(OP, BEFORE)                                                        \
   TW_COLUMNS(26, 27) TW_DEPTH(OP, 0, 24, 25, BEFORE, TW_NOTHING)                    \
   TW_MORE(1, 26, 27, 24, 25) TW_MORE(2, 24, 25, 26, 27) TW_MORE(3, 26, 27, 24, 25)  \
@@ -52,7 +50,7 @@ namespace {
   "add %[row], %[x], " #NEXT "\n\t"                                                 \
   TW_COLUMNS(24, 25) TW_DEPTH("fmla", 7, 26, 27, TW_NOTHING, TW_NEXT_ROW)
 
-// Of 32 depths all but the last.
+// All of 32 depths but the last.
 #define TW_TWO_CHAINS                                                                                        \
   TW_ROWS TW_COLUMNS(24, 25)                                                                                 \
   TW_SEVEN("fmul", TW_NOTHING) TW_LAST_AND_NEXT(16) TW_SEVEN("fmla", TW_NOTHING) TW_LAST_AND_NEXT(32)        \
@@ -65,8 +63,8 @@ namespace {
 #define TW_CLOBBERED "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v24", "v25", "v26", "v27", "v28", "v29"
 
 // sums = 64 depths of eight rows of x, `stride` apart, times two vectors of columns. Lines, kLineBytes apart, lie in
-// two places, 32 depths in each; if `more` is null, there are only the first 32. A chain begins with a product that
-// nothing is added to.
+// two places, 32 depths in each; if `more` is null, there are only the first 32. A chain begins with a product without
+// an addend.
 template <int kLineBytes>
 TILEWRIGHT_INLINE void multiply_eight_rows(const f16* x, int64_t stride, const f16* lines, const f16* more,
                                            HalfSums<8, 2>& sums) {

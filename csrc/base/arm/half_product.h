@@ -1,11 +1,11 @@
-// Rows of fp16 times columns of fp16, eight products to an instruction, for cores that have no faster ones of bf16.
-// Columns lie in lines: those of one depth side by side. Include after Vec of NEON.
+// Rows of fp16 times columns of fp16, eight products per instruction, for cores without faster bf16 products. Columns
+// lie in lines: those of one depth are adjacent. Include after Vec of NEON.
 //
-// fp16 has 11 bits, so that long sums would lose what the inputs are good for. Here 16 products are added up in it,
-// four such sums again, and these sums of 64 depths in fp32: of products of random numbers the result has an error of
-// 2^-10.5 of its size, less than half of what its rounding to bf16 adds. Longer sums in fp16 are faster, since its
-// conversion to fp32 has one slow pipe: with 128 depths 1.06 times, with an error of 2^-10.3. Depths are added up at
-// the same places whatever the number of rows.
+// fp16 has 11 bits, so long sums in it would lose the precision of the inputs. Here 16 products are summed in fp16,
+// then four such sums, and these sums of 64 depths in fp32: for products of random numbers the error is 2^-10.5 of the
+// result, less than half of what its rounding to bf16 adds. Longer sums in fp16 are faster, since its conversion to
+// fp32 has one slow pipe: with 128 depths 1.06 times, with an error of 2^-10.3. Depths are summed in the same groups
+// for any number of rows.
 #pragma once
 
 #include <utility>
@@ -17,9 +17,8 @@
 namespace tilewright {
 namespace {
 
-// a * (lane kLane of b) + c. As assembly for the reason that fma_lane of fp32 has, and in the order in which it is
-// written: gcc 12 would put products next to each other that wait for each other. A register of which a lane of 16 bits
-// is taken is one of the first 16.
+// a * (lane kLane of b) + c. In assembly for the reason that fma_lane of fp32 has, and in the written order: gcc 12
+// would place dependent products next to each other. A register whose 16-bit lane is used is one of the first 16.
 template <int kLane>
 inline HalfVec fma_lane(HalfVec a, HalfVec b, HalfVec c) {
   __asm__ volatile("fmla %0.8h, %1.8h, %2.h[%3]" : "+w"(c.v) : "w"(a.v), "x"(b.v), "i"(kLane));
@@ -50,7 +49,7 @@ TILEWRIGHT_INLINE void multiply_eight(const f16* x, int64_t stride, const f16* l
 }
 
 // c [kRows, 8 kVecs], `ldc` apart, = or += rows of x, `stride` apart, times `count` depths, a multiple of 32, the first
-// of which is a multiple of 64. Lines are kLine elements apart; line_at(depth) is where those of 32 depths begin. 16
+// of which is a multiple of 64. Lines are kLine elements apart; line_at(depth) is the start of those of 32 depths. 16
 // sums at a time leave half of the registers for the operands.
 template <int kRows, int kVecs, int kLine, class LineAt>
 __attribute__((noinline)) void multiply_halves(const f16* x, int64_t stride, LineAt line_at, int64_t count,
@@ -68,8 +67,8 @@ __attribute__((noinline)) void multiply_halves(const f16* x, int64_t stride, Lin
       for (int64_t depth = begin; depth < end; depth += kChains * kChain) {
         const f16* lines = line_at(depth / kTileDepth * kTileDepth) + depth % kTileDepth * kLine;
         HalfSums<kRows, kVecs> sums[kChains] = {};
-        // A loop whose end gcc 12 is not told: it would mix the instructions of both turns, and move half of the
-        // operands from register to register.
+        // The loop's end is hidden from gcc 12: it would mix the instructions of both iterations, and move half of the
+        // operands between registers.
         int64_t chain_end = kChain;
         __asm__("" : "+r"(chain_end));
         for (int64_t d = 0; d < chain_end; d += 8)
@@ -83,7 +82,7 @@ __attribute__((noinline)) void multiply_halves(const f16* x, int64_t stride, Lin
       }
     }
     for_each_sum<kRows, kVecs>([&](int r, int v) {
-      // Added to 0 too: a sum of zeros is then 0 and never -0, in whatever order the zeros were added.
+      // Added to 0 too: a sum of zeros is then 0 and never -0, whatever their order.
       const auto add = [&](float32x4_t sums, float* out) __attribute__((always_inline)) {
         ((accumulate ? Vec::load(out) : Vec::zero()) + Vec{sums}).store(out);
       };
@@ -94,8 +93,8 @@ __attribute__((noinline)) void multiply_halves(const f16* x, int64_t stride, Lin
   }
 }
 
-// fn(row, rows) for blocks of eight rows, which are the fastest, and for what is left, with rows as a compile-time
-// number.
+// fn(row, rows) for blocks of eight rows, which are the fastest, and for the remaining ones, with rows as a
+// compile-time constant.
 template <class Fn>
 inline void for_row_blocks(int rows, Fn fn) {
   int row = 0;

@@ -1,6 +1,6 @@
-// Rows of bf16 as fp16, which has three bits more and a much smaller range: a row is divided by the power of two that
-// brings its largest value to between 1/4 and 1/2, and what is computed with it is multiplied by that. Nothing is lost
-// of values that are at least 2^-15 of the largest. Include after Vec of NEON.
+// Rows of bf16 as fp16, which has three more bits and a much smaller range: a row is divided by the power of two that
+// brings its largest value to between 1/4 and 1/2, and results are multiplied by it. Values of at least 2^-15 of the
+// largest lose nothing. Include after Vec of NEON.
 #pragma once
 
 #include "base/half.h"
@@ -8,9 +8,9 @@
 namespace tilewright {
 namespace {
 
-// A power of two by the biased exponent of the largest finite magnitude, from 27 (2^-100) to 251 (2^124), so that both
-// it and its inverse are normal numbers. Of values from 2^125 on results may be infinite. Infinities and NaN stay what
-// they are, and leave the others as precise: not every query sees every key.
+// A power of two by the biased exponent of the largest finite magnitude, from 27 (2^-100) to 251 (2^124), so that it
+// and its inverse are normal numbers. From 2^125 on results may be infinite. Infinities and NaN are kept and leave the
+// other values as precise: not every query sees every key.
 class HalfScale {
  public:
   void include(const bf16* x, int64_t count) {
@@ -45,7 +45,7 @@ class HalfScale {
   int exponent_ = 27;
 };
 
-// x [count] times `factor` as halves [width], a multiple of 4, with zeros behind x.
+// Stores x [count] times `factor` as halves [width], a multiple of 4, padded with zeros.
 inline void store_halves(const bf16* x, int64_t count, int64_t width, float factor, f16* to) {
   const Vec factors = Vec::set1(factor);
   int64_t i = 0;

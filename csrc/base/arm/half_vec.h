@@ -1,4 +1,4 @@
-// Eight fp16 in a register, and what products of them (half_product.h) are made of.
+// Eight fp16 in a register, the operand of half_product.h.
 #pragma once
 
 #include <arm_neon.h>
@@ -19,12 +19,12 @@ struct HalfVec {
 
 inline HalfVec operator+(HalfVec a, HalfVec b) { return {vaddq_f16(a.v, b.v)}; }
 
-// Weights are asked for so many bytes ahead: of many rows too, whose next ones come from the L2 cache. Where few rows
-// use them up as fast as memory gives them, what is asked for earlier is in the way of what is needed next: one row
-// reads 34 GB/s on a Neoverse N1, and 29 with 2,048 bytes.
+// Prefetch distance of weights in bytes, for many rows too, whose next ones come from the L2 cache. With few rows,
+// which use weights as fast as memory delivers them, an earlier prefetch delays what is needed next: one row reads 34
+// GB/s on a Neoverse N1, and 29 with 2,048 bytes.
 inline constexpr int halves_ahead(int rows) { return rows <= 2 ? 768 : 2048; }
 
-// Of kRows rows and 8 kVecs columns.
+// Sums of kRows rows and 8 kVecs columns.
 template <int kRows, int kVecs>
 using HalfSums = HalfVec[kRows][kVecs];
 

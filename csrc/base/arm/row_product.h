@@ -1,11 +1,11 @@
-// One row times two columns of bf16 tiles, in fp32, without an instruction for products of bf16. Include after Vec and
-// DotTraits of NEON.
+// One row times two columns of bf16 tiles, in fp32, without bf16 product instructions. Include after Vec and DotTraits
+// of NEON.
 //
-// Half of the instructions turn bf16 into fp32, and both halves run on the same two pipes, which must not wait if
-// weights are to pass at the speed of memory. A Neoverse N1 does two of them in each cycle only where products, whose
-// results take four cycles, and conversions, whose take two, alternate: results that are ready at once share a port. So
-// while a line of weights (a pair of depths by 16 columns) is multiplied, the next is converted and the one after it
-// loaded; in any other order it was a fifth slower. As assembly, because a compiler has an order of its own.
+// Half of the instructions convert bf16 to fp32, and both halves run on the same two pipes, which must not wait if
+// weights are to pass at the speed of memory. A Neoverse N1 executes two of them per cycle only if products, with a
+// latency of four cycles, and conversions, with two, alternate: results that are ready at once share a port. So while a
+// line of weights (a pair of depths by 16 columns) is multiplied, the next is converted and the one after it loaded;
+// other orders were a fifth slower. In assembly, because a compiler reorders them.
 #pragma once
 
 #include "base/tile.h"
@@ -25,12 +25,12 @@ struct WeightLine {
   }
 };
 
-// The even and the odd depths of a line.
+// Even and odd depths of a line.
 struct WideLine {
   Vec depths[2][4];
 };
 
-// sums += the wide columns times lane kLane of the row, and in turns with it the same depth of `next` becomes wide.
+// sums += the wide columns times lane kLane of the row, alternating with the conversion of the same depth of `next`.
 template <int kLane>
 TILEWRIGHT_INLINE void multiply_and_widen(Vec (&sums)[4], Vec row, Vec (&wide)[4], const WeightLine& next,
                                           uint16x8_t zeros) {
@@ -53,7 +53,7 @@ TILEWRIGHT_INLINE void multiply_and_widen(Vec (&sums)[4], Vec row, Vec (&wide)[4
 #undef TILEWRIGHT_IN_TURNS
 }
 
-// sums += lanes kLane and kLane + 1 of the row times the wide line, which becomes `next`, which becomes what is at
+// sums += lanes kLane and kLane + 1 of the row times the wide line, which becomes `next`, which becomes the line at
 // `after`.
 template <int kLane>
 TILEWRIGHT_INLINE void multiply_line(Vec (&sums)[4], Vec row, WideLine& wide, WeightLine& next, const bf16* after,
@@ -64,8 +64,8 @@ TILEWRIGHT_INLINE void multiply_line(Vec (&sums)[4], Vec row, WideLine& wide, We
   next = loaded;
 }
 
-// sums [2 tiles][16 columns] += a row times one tile of depth of both columns: the same chains of products as
-// multiply_tile_by_lanes has.
+// sums [2 tiles][16 columns] += a row times one tile of depth of both columns, in the same chains of products as
+// multiply_tile_by_lanes.
 TILEWRIGHT_INLINE void multiply_row_by_tile(const float* row, const bf16* const (&tiles)[2], Vec (&sums)[2][4]) {
   constexpr int kLine = 32, kAhead = DotTraits::kPrefetchBytes / 2;
   const uint16x8_t zeros = vdupq_n_u16(0);
@@ -76,7 +76,7 @@ TILEWRIGHT_INLINE void multiply_row_by_tile(const float* row, const bf16* const 
   WeightLine next = WeightLine::load(second);
   for (int depth = 0; depth < kTileDepth; depth += 4) {
     const Vec four = Vec::load(row + depth);
-    // Nothing comes after the last lines: what is loaded instead is not used.
+    // Nothing follows the last lines: what is loaded instead is not used.
     const bool is_last = depth + 4 == kTileDepth;
     const bf16 *first_after = is_last ? first : first + 2 * kLine,
                *second_after = is_last ? second : second + 2 * kLine;

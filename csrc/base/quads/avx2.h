@@ -77,7 +77,7 @@ inline IntVec add_pairs(IntVec sum, __m256i weights, __m256i x) {
   return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
 }
 inline IntVec dot(IntVec sum, const NibbleQuads& weights, const RowQuad& x) { return add_pairs(sum, weights.v, x.v); }
-// The sign goes to x. Two products of at most 128 * 127 fit 16 bits, where products of bytes up to 255 would not.
+// The sign is moved to x. Two products of at most 128 * 127 fit 16 bits, where products of bytes up to 255 would not.
 inline IntVec dot(IntVec sum, const SignedQuads& weights, const RowQuad& x) {
   return add_pairs(sum, _mm256_abs_epi8(weights.v), _mm256_sign_epi8(x.v, weights.v));
 }
@@ -90,7 +90,7 @@ inline void store_bytes(Vec a, int8_t* p) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
 }
 
-// 4 x 1 tile are 8 sums of 16 registers, beside the weights, their magnitudes and what is between.
+// 4 x 1 tile are 8 sums of 16 registers, beside the weights, their magnitudes and intermediate values.
 struct QuadTraits {
   static constexpr int kRows = 4;
   static constexpr int tiles(int rows) { return rows <= 2 ? 2 : 1; }

@@ -1,5 +1,5 @@
-// Products of quads of bytes for AVX-512. With -mavx512vnni four products and their sum are one instruction, of a byte
-// without and one with a sign.
+// Products of quads of bytes for AVX-512. With -mavx512vnni four products and their sum are one instruction, of an
+// unsigned and a signed byte.
 #pragma once
 
 #include <immintrin.h>
@@ -28,7 +28,7 @@ struct IntVec {
   Vec to_float() const { return {_mm512_cvtepi32_ps(v)}; }
 };
 
-// Step and base + 8 step of each column, as halves of a word: a group's sums, of quants less 8, and the sum of x fit
+// Step and base + 8 step of each column, as halves of a word: a group's sums, of quants minus 8, and the sum of x fit
 // 16 bits, so that both products and their sum are one instruction.
 struct Steps {
   __m512i v;
@@ -61,7 +61,7 @@ struct NibbleQuads {
   }
 };
 
-// The values that codes stand for: a table's, each with some of its bits turned around.
+// Values of codes: those of a table, each with some bits flipped.
 inline __m512i look_up(const int8_t* table, uint8_t turned, const NibbleQuads& codes) {
   const __m128i values =
       _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)), _mm_set1_epi8(static_cast<char>(turned)));
@@ -85,7 +85,7 @@ inline IntVec dot(IntVec sum, const Quads& weights, const RowQuad& x) {
   return {_mm512_dpbusd_epi32(sum.v, weights.v, x.v)};
 }
 #else
-// The sign goes to x. Two products of at most 128 * 127 fit 16 bits, where products of bytes up to 255 would not.
+// The sign is moved to x. Two products of at most 128 * 127 fit 16 bits.
 struct SignedQuads {
   static constexpr int kOffset = 0;
   __m512i magnitude;
@@ -108,7 +108,8 @@ inline IntVec dot(IntVec sum, const SignedQuads& weights, const RowQuad& x) {
 }
 #endif
 
-// 32 bytes as bf16. Of fp8 the exponent gets bf16's bias; those of zero are looked up, as they are subnormal.
+// Converts 32 bytes to bf16. fp8's exponent gets bf16's bias; values with an exponent of zero, subnormal in fp8, are
+// looked up.
 inline __m512i fp8_as_bf16(const uint8_t* bytes) {
   alignas(64) static constexpr uint16_t kSmall[32] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
   const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)));

@@ -75,15 +75,15 @@ inline Vec load_halves(const f16* p) {
   return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p))))};
 }
 
-// e4m3 in the upper bytes, whatever is below, as halves of a 256th: these have a bit more of exponent, with a bias
-// that is 8 larger, and all their values, subnormal ones too, are floats as others. NaN, which loading refuses, is not.
+// e4m3 in the upper bytes, whatever the lower ones are, as fp16 divided by 256: fp16 has one more exponent bit, with a
+// bias larger by 8, so all values, subnormal ones too, are exact. NaN, which loading refuses, is not.
 inline float16x8_t fp8_to_halves(uint16x8_t upper) {
   const int16x8_t shifted = vshrq_n_s16(vreinterpretq_s16_u16(upper), 1);  // a sign twice, 7 bits, and what was below
   return vreinterpretq_f16_u16(vandq_u16(vreinterpretq_u16_s16(shifted), vdupq_n_u16(0xbf80)));
 }
 inline Vec fp8_to_float(float16x4_t halves) { return {vmulq_n_f32(vcvt_f32_f16(halves), 256.0f)}; }
 
-// Bytes as bf16, which has all their values: the upper halves of floats.
+// Stores floats as bf16, which has all their values: their upper halves.
 inline void store_upper_halves(float32x4_t low, float32x4_t high, bf16* wide) {
   vst1q_u16(reinterpret_cast<uint16_t*>(wide), vuzp2q_u16(vreinterpretq_u16_f32(low), vreinterpretq_u16_f32(high)));
 }
@@ -108,7 +108,7 @@ inline void load_fp8_pair(const uint8_t* p, Vec& even, Vec& odd) {
   odd = fp8_to_float(vget_high_f16(halves));
 }
 inline void load_int8_pair(const uint8_t* p, Vec& even, Vec& odd) {
-  // A conversion that divides by 2^16 takes a number from the upper half of its lane.
+  // A conversion that divides by 2^16 reads a number from the upper half of its lane.
   const int32x4_t pairs = vreinterpretq_s32_s16(vmovl_s8(vreinterpret_s8_u8(vld1_u8(p))));
   even.v = vcvtq_n_f32_s32(vshlq_n_s32(pairs, 16), 16);
   odd.v = vcvtq_f32_s32(vshrq_n_s32(pairs, 16));

@@ -1,4 +1,4 @@
-// Products of quads of bytes (base/tile.h) for any machine. The others have the same names.
+// Products of quads of bytes (base/tile.h) for any machine. The other levels define the same names.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ namespace {
 struct IntVec {
   int32_t v[Vec::kLanes];
   static IntVec set1(int32_t x) { return {{x, x, x, x}}; }
-  // What follows is not computed ahead of a loop in case it has no rounds: gcc 12 does so, and then copies all sums in
-  // each round (int8 at 128 rows: 173 GOP/s instead of 295).
+  // Prevents what follows from being computed before a loop in case the loop has no iterations: gcc 12 does so, and
+  // then copies all sums in each iteration (int8 at 128 rows: 173 GOP/s instead of 295).
   void settle() {}
   static IntVec load(const int32_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
   void store(int32_t* p) const {
@@ -54,7 +54,7 @@ struct NibbleQuads {
   }
 };
 
-// Weights from -128 to 127. Their products are as if kOffset were added to each.
+// Weights from -128 to 127. kOffset is added to each in products.
 struct SignedQuads {
   static constexpr int kOffset = 0;
   int8_t v[4 * Vec::kLanes];
@@ -80,13 +80,13 @@ inline IntVec dot(IntVec sum, const Quads& weights, const RowQuad& x) {
 
 inline Vec load_halves(const f16* p) { return {{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])}}; }
 
-// Whole numbers from -127 to 127 as bytes; anything else as any byte.
+// Stores integers from -127 to 127 as bytes; anything else as any byte.
 inline void store_bytes(Vec a, int8_t* p) {
   for (int i = 0; i < Vec::kLanes; ++i)
     p[i] = a.v[i] >= -127.0f && a.v[i] <= 127.0f ? static_cast<int8_t>(a.v[i]) : int8_t{0};
 }
 
-// How products use the registers: rows whose sums they hold, and column tiles beside each other for so many rows.
+// Use of the registers in products: rows whose sums they hold, and adjacent column tiles for that many rows.
 struct QuadTraits {
   static constexpr int kRows = 2;
   static constexpr int tiles(int) { return 1; }

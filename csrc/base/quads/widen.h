@@ -1,5 +1,5 @@
-// Bytes as bf16, which has all their values: loops of known length, which compilers turn into vectors. Include after a
-// Vec.
+// Converts bytes to bf16, which has all their values, in loops of constant length that compilers vectorise. Include
+// after a Vec.
 #pragma once
 
 #include <cstdint>

@@ -6,9 +6,9 @@ namespace {
 
 // e^x, relative error under 2e-7; e^-87.3 below that, e^88.3 above that.
 inline Vec exp(Vec x) {
-  // x second: where it is NaN, min and max give their second operand, so NaN comes out as NaN.
+  // x is the second operand: if it is NaN, min and max return it, so NaN is kept.
   const Vec clamped = max(Vec::set1(-87.3f), min(Vec::set1(88.3f), x));
-  // Adding 1.5 * 2^23 rounds to a whole number in one step; a rounding instruction takes twice as long.
+  // Adding 1.5 * 2^23 rounds to an integer in one step; a rounding instruction takes twice as long.
   const Vec magic = Vec::set1(12582912.0f);
   const Vec n = fma(clamped, Vec::set1(1.44269504f), magic) - magic;
   // ln 2 in two parts, so that n * high is exact.

@@ -51,7 +51,7 @@ struct Vec {
   void store(float* p) const { vst1q_f32(p, v); }
   void store(bf16* p) const { vst1_u16(reinterpret_cast<uint16_t*>(p), to_bf16_bits()); }
   void store(f16* p) const { vst1_u16(reinterpret_cast<uint16_t*>(p), vreinterpret_u16_f16(vcvt_f16_f32(v))); }
-  // Cores of the kind notice by themselves that whole lines are written, and stop reading them first.
+  // These cores detect by themselves that whole lines are written, and stop reading them first.
   template <class T>
   void stream(T* p) const {
     store(p);
@@ -84,7 +84,7 @@ struct PairVec {};
 #endif
 
 // Four rows by one tile are 16 sums, twice what two pipes with a latency of four need, and leave half of the registers
-// for the operands; few rows take two tiles to have as many.
+// for the operands; few rows use two tiles to have as many.
 struct DotTraits {
   static constexpr int kRows = 4, kRowsOf32 = 4;
   static constexpr int kDepthTiles = 8;  // 2 columns of 8 fp32 tiles are 32 KB, half of the L1 cache
@@ -100,14 +100,14 @@ inline Vec operator+(Vec a, Vec b) { return {vaddq_f32(a.v, b.v)}; }
 inline Vec operator-(Vec a, Vec b) { return {vsubq_f32(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {vmulq_f32(a.v, b.v)}; }
 inline Vec operator/(Vec a, Vec b) { return {vdivq_f32(a.v, b.v)}; }
-// The second operand where either is NaN, which FMAX would not give.
+// Returns the second operand if either is NaN, which FMAX does not.
 inline Vec max(Vec a, Vec b) { return {vbslq_f32(vcgtq_f32(a.v, b.v), a.v, b.v)}; }
 inline Vec min(Vec a, Vec b) { return {vbslq_f32(vcltq_f32(a.v, b.v), a.v, b.v)}; }
 inline Vec fma(Vec a, Vec b, Vec c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
 inline Vec round(Vec a) { return {vrndnq_f32(a.v)}; }
 
-// a * (lane kLane of b) + c: a broadcast would be an instruction of its own, on the pipes that multiply. As assembly,
-// because gcc 12 copies sums from register to register around its own form of it: 18 moves for 64 of these.
+// a * (lane kLane of b) + c: a broadcast would be another instruction on the pipes that multiply. In assembly, because
+// gcc 12 copies sums between registers around its own form of it: 18 moves for 64 of these.
 template <int kLane>
 inline Vec fma_lane(Vec a, Vec b, Vec c) {
   __asm__("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(c.v) : "w"(a.v), "w"(b.v), "i"(kLane));
@@ -119,8 +119,8 @@ inline Vec scale_by_power_of_2(Vec a, Vec n) {
   return {vmulq_f32(a.v, vreinterpretq_f32_s32(vshlq_n_s32(biased, 23)))};
 }
 
-// A division keeps its pipe for some 7 cycles; an estimate good to 2^-8 and a Newton step for 16 bits, or two for all,
-// take less. Relative error 2^-16.
+// A division occupies its pipe for some 7 cycles; an estimate good to 2^-8 and a Newton step for 16 bits, or two for
+// all, take less. Relative error 2^-16.
 inline Vec reciprocal_rough(Vec a) {
   const float32x4_t y = vrecpeq_f32(a.v);
   return {vmulq_f32(y, vrecpsq_f32(a.v, y))};
@@ -151,7 +151,7 @@ inline Vec keep_flagged(Vec a, const uint8_t* flags, Vec other) {
 }
 
 inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
-  // Both by a transposition with zeros: shifts have one pipe only.
+  // Both by a transposition with zeros: shifts have only one pipe.
   const uint16x8_t pairs = vld1q_u16(reinterpret_cast<const uint16_t*>(p));
   even.v = vreinterpretq_f32_u16(vtrn1q_u16(vdupq_n_u16(0), pairs));
   odd.v = vreinterpretq_f32_u16(vtrn2q_u16(vdupq_n_u16(0), pairs));

@@ -1,4 +1,4 @@
-// Walking a row one Vec at a time, the last one partial. Include after a Vec.
+// Iterates over a row one Vec at a time, the last one partial. Include after a Vec.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +7,11 @@
 namespace tilewright {
 namespace {
 
-// Asks for a line that a later pass will read; an address that is not ours is ignored.
+// Prefetches a line that a later pass will read; invalid addresses are ignored.
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
-// fn(i, count) for each Vec of a row. The type of count says whether the Vec is whole: a constant but for the last.
+// Calls fn(i, count) for each Vec of a row. The type of count says whether the Vec is whole: a constant except for the
+// last.
 template <class Fn>
 inline void for_each_vec(int64_t width, Fn fn) {
   int64_t i = 0;
@@ -34,7 +35,7 @@ inline void store_some(Vec v, T* p, Count count) {
     v.store(p);
 }
 
-// fn(std::true_type) where a row of outputs is to be streamed and its Vecs are aligned for it, else
+// Calls fn(std::true_type) if a row of outputs is to be streamed and its Vecs are aligned for it, else
 // fn(std::false_type).
 template <class T, class Fn>
 inline void with_streaming(bool wanted, const T* row, Fn fn) {
@@ -55,8 +56,8 @@ inline void store_some(Vec v, T* p, Count count, Streaming) {
 // A pair row of bf16 is interleaved already.
 inline void load_interleaved(const bf16* p, Vec& even, Vec& odd) { load_pair(p, even, odd); }
 
-// sum = fn(sum, i, count) over each Vec of a row, in four sums that are added at the end: one would wait four cycles
-// for every addition.
+// sum = fn(sum, i, count) over each Vec of a row, in four sums that are added at the end: a single one would wait four
+// cycles for every addition.
 template <class Fn>
 inline float accumulate(int64_t width, Fn fn) {
   constexpr std::integral_constant<int, Vec::kLanes> kWhole{};

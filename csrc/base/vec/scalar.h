@@ -1,4 +1,4 @@
-// Vec for any machine: four plain floats and loops the compiler may turn into vectors. The others have the same names.
+// Vec for any machine: four floats, and loops that the compiler may vectorise. The other levels define the same names.
 #pragma once
 
 #include <cmath>
@@ -32,7 +32,7 @@ struct Vec {
   void store(T* p) const {
     for (int i = 0; i < kLanes; ++i) assign(p[i], v[i]);
   }
-  // Past the caches where the level can; p is aligned to the bytes stored.
+  // Stores past the caches if the level can; p is aligned to the bytes stored.
   template <class T>
   void stream(T* p) const {
     store(p);
@@ -43,13 +43,13 @@ struct Vec {
   }
 };
 
-// Pairs of bf16 that are multiplied and added up, where a level can.
+// Pairs of bf16 that are multiplied and summed, if the level can.
 struct PairVec {};
 
-// How products of tiles (base/dot.h) use the registers: rows whose sums they hold, the most of them that divide 32, and
-// column tiles beside each other for so many rows. And tiles of depth that all rows are multiplied with before the next
-// ones, 0 for all of them: where the second cache is too slow to be read for each kRows. And whether so many rows find
-// tiles of so many bytes an element in memory rather than in a cache, and how far ahead to ask for them.
+// Use of the registers in products of tiles (base/dot.h): rows whose sums they hold, the most of them that divide 32,
+// and adjacent column tiles for that many rows. Then the tiles of depth that all rows are multiplied with before the
+// next ones, 0 for all: if the second-level cache is too slow to be read for each kRows. Then whether this many rows
+// read tiles of an element size from memory rather than from a cache, and how far ahead to prefetch them.
 struct DotTraits {
   static constexpr int kRows = 2, kRowsOf32 = 2;
   static constexpr int kDepthTiles = 0;
@@ -58,7 +58,7 @@ struct DotTraits {
   static constexpr int kPrefetchBytes = 8192;
 };
 
-// Makes streamed stores visible before whatever tells others of them.
+// Makes streamed stores visible before any later notification of them.
 inline void stream_fence() {}
 
 template <class Fn>
@@ -80,7 +80,7 @@ inline Vec operator*(Vec a, Vec b) {
 inline Vec operator/(Vec a, Vec b) {
   return map(a, b, [](float x, float y) { return x / y; });
 }
-// The second operand where either is NaN.
+// Returns the second operand if either is NaN.
 inline Vec max(Vec a, Vec b) {
   return map(a, b, [](float x, float y) { return x > y ? x : y; });
 }
@@ -113,7 +113,7 @@ inline Vec scale_by_power_of_2(Vec a, Vec n) {
   return r;
 }
 
-// 1 / a to a rounding step or two, by the cheapest way this level has.
+// 1 / a to a rounding step or two, in the level's cheapest way.
 inline Vec reciprocal(Vec a) { return Vec::set1(1.0f) / a; }
 inline Vec reciprocal_rough(Vec a) { return reciprocal(a); }
 
@@ -146,7 +146,7 @@ inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
   }
 }
 
-// Takes p[0], p[1], ... p[2 kLanes - 1] apart into p[0], p[2], ... and p[1], p[3], ...
+// Deinterleaves p[0], p[1], ... p[2 kLanes - 1] into p[0], p[2], ... and p[1], p[3], ...
 inline void load_interleaved(const float* p, Vec& even, Vec& odd) {
   even = {{p[0], p[2], p[4], p[6]}};
   odd = {{p[1], p[3], p[5], p[7]}};

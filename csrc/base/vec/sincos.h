@@ -31,7 +31,7 @@ inline void sincos(Vec x, Vec& sine, Vec& cosine) {
   c = fma(c, square, Vec::set1(-1.388731625493765e-3f));
   c = fma(c, square, Vec::set1(4.166664568298827e-2f));
   c = fma(c * square, square, fma(square, Vec::set1(-0.5f), Vec::set1(1.0f)));
-  // The quarter turns left, k in -2..2, as the whole numbers cos(k pi/2) and sin(k pi/2): exact, without a blend.
+  // The remaining quarter turns, k in -2..2, as the integers cos(k pi/2) and sin(k pi/2): exact, without a blend.
   const Vec k = fma(round(n * Vec::set1(0.25f)), Vec::set1(-4.0f), n);
   const Vec turn_sine = fma(round(k * Vec::set1(0.5f)), Vec::set1(-2.0f), k);
   const Vec turn_cosine = fma(fma(k, k, turn_sine * turn_sine), Vec::set1(-0.5f), Vec::set1(1.0f));
@@ -39,8 +39,8 @@ inline void sincos(Vec x, Vec& sine, Vec& cosine) {
   cosine = turn_cosine * c - turn_sine * s;
 }
 
-// sin(x)^2, absolute error under 3e-7 for |x| up to 2^20. Its period is pi, so that no quarter turn is told apart: half
-// the work of `sincos`.
+// sin(x)^2, absolute error under 3e-7 for |x| up to 2^20. Its period is pi, so quarter turns need not be distinguished:
+// half the work of `sincos`.
 inline Vec sin_squared(Vec x) {
   if constexpr (!Vec::kFmaIsExact) {
     for (int i = 0; i < Vec::kLanes; ++i) {

@@ -1,7 +1,7 @@
 // AMX tiles: the instructions, the per-thread configuration, and C += A B on tiles.
 //
-// The instructions are spelled as asm with a memory clobber instead of the compiler's intrinsics: gcc 12 believes
-// that a tile load reads nothing and drops the stores before it (and those to the configuration before ldtilecfg).
+// The instructions are asm with a memory clobber instead of the compiler's intrinsics: gcc 12 assumes that a tile load
+// reads nothing and drops the stores before it (and those to the configuration before ldtilecfg).
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ namespace {
 #define TW_TILE_CONFIGURE(config) __asm__ volatile("ldtilecfg %0" ::"m"(config) : "memory")
 #define TW_TILE_RELEASE() __asm__ volatile("tilerelease")
 #endif
-// Of pairs of bf16 into fp32, or of quads of signed bytes into 32-bit integers.
+// Products of pairs of bf16 summed in fp32, or of quads of signed bytes in 32-bit integers.
 #define TW_TILE_DOT_OF(Element, c, a, b)         \
   do {                                           \
     if constexpr (std::is_same_v<Element, bf16>) \
@@ -43,11 +43,9 @@ struct alignas(64) TileConfig {
   uint8_t rows[16];
 };
 
-// Gives this thread our tiles for the length of a scope, and then what it had before. torch's oneDNN remembers per
-// thread which configuration it loaded and skips loading it again: taking it away would break torch's next GEMM.
-//
-// Tiles 0-3 are C (row tile, column tile), 4-5 A, 6-7 B. The first row tile has min(rows, 16) rows, the second the
-// rest.
+// Configures this thread's tiles within a scope, and restores the previous configuration. torch's oneDNN remembers per
+// thread which one it loaded and skips loading it again: without the restore torch's next GEMM would break. Tiles 0-3
+// are C (row tile, column tile), 4-5 A, 6-7 B. The first row tile has min(rows, 16) rows, the second the rest.
 class TileScope {
  public:
   explicit TileScope(int rows) {
@@ -86,7 +84,7 @@ class TileScope {
 };
 
 // The left operand of a tile product: up to 32 rows by 64 bytes * depth_tiles, in either of two layouts. Another layout
-// is another struct with the same members but for `data` and `depth_stride`.
+// is another struct with the same members except `data` and `depth_stride`.
 template <class T>
 struct LeftTilesOf {
   using Element = T;
@@ -103,17 +101,16 @@ struct LeftTilesOf {
 };
 using LeftTiles = LeftTilesOf<bf16>;
 
-// Asks for a tile's 16 lines: into L1 (kLocality 3) or L2 (2). Never faults.
+// Prefetches a tile's 16 lines into L1 (kLocality 3) or L2 (2). Never faults.
 template <int kLocality = 3, class T>
 inline void prefetch_tile(const T* tile, int64_t row_stride = 64 / sizeof(T)) {
   for (int row = 0; row < 16; ++row) __builtin_prefetch(tile + row * row_stride, 0, kLocality);
 }
 
 // c[rows, 16 * kColumns] = A B, or += when kAccumulate, for one or two column tiles; tile_at(depth, column) gives B's
-// tiles. 2 x 2 accumulators: each tile loaded is used twice, and 4 + 2 + 2 are all the tiles there are.
-//
-// A tile load is 16 cache lines, more than the core looks ahead by itself: operands from L2 without prefetching cost 40
-// % of the speed when a neighbour shares the core. fetch(depth, column) prefetches what will be wanted two steps on.
+// tiles. 2 x 2 accumulators: each loaded tile is used twice, and 4 + 2 + 2 are all the tiles there are. A tile load is
+// 16 cache lines, more than the core prefetches itself: operands from L2 without prefetching cost 40 % of the speed
+// when a neighbour shares the core. fetch(depth, column) prefetches the tile needed two steps later.
 template <int kColumns, bool kAccumulate = false, class Left, class TileAt, class Fetch, class Sum>
 inline void multiply_columns(const Left& a, int rows, int depth_tiles, TileAt tile_at, Fetch fetch, Sum* c,
                              int64_t ldc) {

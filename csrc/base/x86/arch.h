@@ -1,4 +1,4 @@
-// What x86-64 has; base/arch.h says what is asked of an architecture.
+// x86-64's part of base/arch.h.
 #pragma once
 
 #include <xmmintrin.h>
@@ -13,16 +13,16 @@ inline constexpr const char* kArchName = "x86_64";
 enum class Isa : int { amx, avx512_bf16, avx512_vnni, avx512, avx2, scalar };
 inline constexpr int kNumIsaLevels = 6;
 
-// The second-level cache of a core, as large as it gets on the machines we know.
+// Second-level cache of a core, the largest of the machines we know.
 inline constexpr int64_t kCoreCacheBytes = int64_t{2} << 20;
 
 namespace {
 
-// Leaves the core to its other thread for some 40 cycles, or 140.
+// Yields the core to its other thread for some 40 cycles, or 140.
 inline void pause_cpu() { _mm_pause(); }
 
-// Denormal numbers count as zero for the length of a scope: a product that ends in one costs some 150 cycles instead of
-// half of one, and decays are full of them.
+// Denormal numbers are zero within a scope: a product that results in one costs some 150 cycles instead of half a
+// cycle, and decays produce many.
 class FlushDenormals {
  public:
   FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }  // flush to zero, denormals are zero

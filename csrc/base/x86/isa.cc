@@ -23,7 +23,7 @@ uint64_t enabled_state_components() {
   return (static_cast<uint64_t>(high) << 32) | low;
 }
 
-// Linux lets a process use tile data once it has asked.
+// Linux lets a process use tile data once it has requested it.
 bool request_tile_permission() {
   constexpr int kArchReqXcompPerm = 0x1023;
   constexpr int kXtileData = 18;

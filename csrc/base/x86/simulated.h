@@ -1,6 +1,6 @@
-// The bf16 and tile instructions of x86 in plain AVX-512, for tests of the levels that have them on machines that have
-// not. Included before everything else in the kernels of those levels when TILEWRIGHT_SIMULATE is set. What
-// instructions do is simulated, not how they round sums or treat denormal numbers.
+// The bf16 and tile instructions of x86 in plain AVX-512, to test the levels that have them on machines without.
+// Included before everything else in the kernels of those levels if TILEWRIGHT_SIMULATE is set. It does not simulate
+// how sums are rounded or denormal numbers treated.
 #pragma once
 
 #include <immintrin.h>
@@ -97,7 +97,7 @@ struct SimulatedTiles {
   }
 };
 
-// One for all kernels of a thread would need a symbol that they share; each file has its own, as no two run at once.
+// One for all kernels of a thread would need a shared symbol; each file has its own, as no two run at once.
 inline thread_local SimulatedTiles simulated_tiles;
 
 }  // namespace

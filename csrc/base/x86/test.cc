@@ -1,4 +1,4 @@
-// What only x86 has to keep.
+// Tests of x86 only.
 #include <cstring>
 
 #include "kernels/probe/probe.h"
@@ -7,7 +7,7 @@
 namespace tilewright::testing {
 namespace {
 
-// torch's oneDNN remembers which tile configuration it loaded: a kernel must leave it as it was.
+// torch's oneDNN remembers which tile configuration it loaded: a kernel must restore it.
 TEST(the_tile_config_of_the_thread_is_kept) {
   if (!machine_has(Isa::amx)) return;
   alignas(64) uint8_t ours[64] = {1};  // palette 1, one tile of 3 rows of 12 bytes
