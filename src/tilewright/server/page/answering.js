@@ -1,18 +1,18 @@
-// One answer being fetched: streamed, waited for, tried again where that is of use, stopped.
+// Fetches one answer: streams it, waits and retries after passing errors, and can be stopped.
 
 import { ApiError, Unreachable } from "./api.js";
 
 const MAX_WAIT_S = 120;
-const MAX_REPEATS = 3; // by itself; after that there is a button
-// An engine that ended during an answer may have ended because of the request: it is repeated once only. This is the
-// text of remote.py's error.
+const MAX_REPEATS = 3; // automatic retries; after that there is a button
+// The engine may have crashed because of the request: such a request is repeated only once. The pattern matches the
+// error of remote.py.
 const MAX_REPEATS_OF_LOST = 1;
 const WAS_LOST = /send the request again/;
 
 export class Answering {
-  // `request` resolves to the body; `onChange` is called whenever `answer` has changed. `speaker` gets its sound.
-  // `mend(error)` says whether the next request is another one, that may be answered; `explain(error)` is what the
-  // answer says of its failure.
+  // `request` resolves to the body; `onChange` is called whenever `answer` changes. `speaker` receives its sound.
+  // `mend(error)` returns whether it has changed the next request, so that a retry may succeed; `explain(error)`
+  // returns the error to show.
   constructor({ api, connection, answer, request, onChange, speaker, mend, explain }) {
     Object.assign(this, { api, connection, answer, request, onChange, speaker, mend, explain });
     this.controller = new AbortController();
@@ -24,7 +24,7 @@ export class Answering {
     this.speaker.stop();
   }
 
-  // Resolves when the answer is complete, stopped or failed; its status says which.
+  // Resolves when the answer is complete, stopped or failed, as its status says.
   async run() {
     for (;;) {
       try {
@@ -66,7 +66,7 @@ export class Answering {
     }
   }
 
-  // Waits if the error is one that passes, and nothing of the answer has come; otherwise ends with it.
+  // Waits after a passing error if no part of the answer has arrived; otherwise ends with the error.
   async canTryAgain(error) {
     const { answer } = this;
     if (!answer.text && !answer.reasoning && this.mend(error)) return true;
@@ -88,7 +88,7 @@ export class Answering {
     return this.goesOn();
   }
 
-  // Waits as long as the server says, and twice as long each time that it says so again.
+  // Waits for the time that the server asks for, twice as long at each repetition.
   async countDown(error) {
     const waitS = Math.min(error.retryAfterS * 2 ** this.numRepeats, MAX_WAIT_S);
     const endsAt = performance.now() + waitS * 1000;

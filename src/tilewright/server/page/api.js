@@ -1,15 +1,15 @@
-// Requests to this server, with the API key where it wants one, and errors in plain words. Addresses are relative: a
-// proxy may give the server a prefix.
+// Sends requests to this server, with the API key if it needs one, and turns failures into errors in plain words.
+// Addresses are relative, since a proxy may add a prefix.
 
 import { eventsOf } from "./event_stream.js";
 import { tabValues } from "./small_values.js";
 
 const KEY = "tilewright-api-key";
-const POSSIBLE_KEY = /^[\x20-\x7e]+$/; // what a header can carry
+const POSSIBLE_KEY = /^[\x20-\x7e]+$/; // characters allowed in a header
 const BROKE_OFF = "The connection was lost in mid-answer.";
 
 export class ApiError extends Error {
-  // `code` is OpenAI's name of the fault, where it has one.
+  // `code` is OpenAI's error code, if any.
   constructor(status, message, { retryAfterS = null, code = null } = {}) {
     super(message);
     this.status = status;
@@ -18,7 +18,7 @@ export class ApiError extends Error {
   }
 }
 
-// The server did not answer, or the answer broke off: then `isMidAnswer`.
+// The server did not answer, or (`isMidAnswer`) the connection was lost during the answer.
 export class Unreachable extends Error {
   constructor(message, isMidAnswer = false) {
     super(message);
@@ -26,7 +26,7 @@ export class Unreachable extends Error {
   }
 }
 
-// What is wrong with a key that somebody wrote; null if nothing is.
+// Returns the problem of a key that the user entered; null if it is valid.
 export function keyProblem(key) {
   return POSSIBLE_KEY.test(key) ? null : "A key has letters, digits and signs of ASCII only.";
 }
@@ -36,7 +36,7 @@ export class Api {
   constructor(askForKey) {
     this.askForKey = askForKey;
     this.asking = null;
-    this.wantsKey = this.key() !== null; // whether the server is known to want one
+    this.wantsKey = this.key() !== null; // the server is known to need one
   }
 
   async models() {
@@ -49,7 +49,7 @@ export class Api {
     if (!response.ok) throw await apiError(response);
   }
 
-  // The events of a picture as it is made.
+  // Yields the events of a picture while it is made.
   async *drawing(body, signal) {
     const response = await this.post("v1/images/generations", body, signal);
     let isComplete = false;
@@ -71,12 +71,12 @@ export class Api {
     return this.request(path, { method: "POST", headers, body: JSON.stringify(body), signal });
   }
 
-  // The chunks of an answer as they come.
+  // Yields the chunks of an answer as they arrive.
   async *chat(body, signal) {
     const response = await this.post("v1/chat/completions", body, signal);
     try {
       for await (const data of eventsOf(response)) {
-        if (data === "[DONE]") return; // what becomes of the connection after it is of no matter
+        if (data === "[DONE]") return; // errors of the connection after this do not matter
         const chunk = JSON.parse(data);
         if (chunk.error) {
           const { code, message } = chunk.error;
@@ -101,18 +101,18 @@ export class Api {
     }
   }
 
-  // The key of this tab, or null.
+  // Returns the key of this tab, or null.
   key() {
     const key = tabValues.get(KEY);
     return key && !keyProblem(key) ? key : null;
   }
 
-  // Whether there is another key to try than the one that was refused. Several requests ask the user once.
+  // Resolves to whether there is a key to try other than the refused one. Concurrent requests ask the user once.
   async renewKey(refused) {
     return this.key() !== refused || this.changeKey(refused !== null);
   }
 
-  // Whether the user gave a key, which is kept for this tab.
+  // Asks for a key and keeps it for this tab; resolves to whether the user entered one.
   async changeKey(wasRefused) {
     this.asking ??= this.askForKey(wasRefused).finally(() => (this.asking = null));
     const key = await this.asking;
@@ -138,7 +138,7 @@ async function apiError(response) {
     message = body.error?.message ?? body.reason ?? message;
     code = body.error?.code ?? null;
   } catch {
-    // Not of this server's making, such as a proxy's page: the status says it.
+    // The body is not this server's, for example a proxy's page: show the status.
   }
   return new ApiError(response.status, message, { retryAfterS: wait > 0 ? wait : null, code });
 }

@@ -1,4 +1,4 @@
-// The page: puts the parts together, and keeps track of what is shown: a conversation or pictures, and by which model.
+// The page: connects its parts, and tracks the open pane (a conversation or pictures) and the model.
 
 import { Api, ApiError, Unreachable, keyProblem } from "./api.js";
 import { kindsOf } from "./attachments.js";
@@ -13,8 +13,8 @@ import { Sidebar } from "./sidebar.js";
 import { lastingValues } from "./small_values.js";
 import { Store, storageProblem } from "./store.js";
 
-const MODEL = "tilewright-model"; // the one chosen last
-const PICTURES = "?pictures"; // the address of that pane
+const MODEL = "tilewright-model"; // the model chosen last
+const PICTURES = "?pictures"; // address of the pictures pane
 
 class App {
   constructor(store) {
@@ -39,7 +39,7 @@ class App {
     this.pane = new PANES.chat(this);
     this.pictures = new PANES.pictures(this);
     this.pictures.node.hidden = true;
-    byId("pane").append(this.pane.node); // the other one when there is something to draw with
+    byId("pane").append(this.pane.node); // the pictures pane is added when a model makes pictures
     const settings = () => openSettings(() => this.showSettings());
     byId("settings").addEventListener("click", settings);
     listenForKeys({
@@ -54,8 +54,8 @@ class App {
   }
 
   async start() {
-    this.pane.focus(); // at once: typing does not wait for what the browser has stored
-    const loading = this.loadModels(); // whatever the address leads to
+    this.pane.focus(); // at once, so that typing does not wait for stored data
+    const loading = this.loadModels(); // in parallel, for any address
     await this.openFromUrl();
     const { problem } = this.store;
     if (problem)
@@ -65,7 +65,7 @@ class App {
     await loading;
   }
 
-  // The models, as soon as the server sends them.
+  // Loads the models, and retries until the server sends them.
   async loadModels() {
     for (;;) {
       try {
@@ -85,7 +85,7 @@ class App {
     }
   }
 
-  // Asks for another API key, and for the models with it.
+  // Asks the user for another API key, and loads the models with it.
   async changeKey() {
     if (!(await this.api.changeKey(false))) return;
     this.showBanner(null);
@@ -106,12 +106,12 @@ class App {
     else this.showPane();
   }
 
-  // The models that answer in words.
+  // Returns the models that answer with text.
   talkers() {
     return this.models.filter((model) => model.output_modalities?.includes("text") ?? true);
   }
 
-  // The one that makes pictures; null if there is none.
+  // Returns the model that makes pictures; null if there is none.
   pictureModel() {
     return this.models.find((model) => model.output_modalities?.includes("image")) ?? null;
   }
@@ -126,7 +126,7 @@ class App {
     this.pane.composer.add([new File([blob], name, { type: blob.type })]);
   }
 
-  // A picture was made, or was not: after the first one the server knows what its model takes.
+  // Called after a picture is made or fails: from the first one on, the server knows the model's limits.
   pictureMade() {
     if (this.pictureModel() && !this.pictureModel().limits) this.loadModels();
   }
@@ -163,13 +163,13 @@ class App {
     byId("announcer").textContent = text;
   }
 
-  // Says something above everything, with a button where something can be done about it; null takes it away.
+  // Shows a text at the top of the page, with a button if given; null removes it.
   showBanner(reason, action = null) {
     byId("banner").hidden = !reason;
     byId("banner").replaceChildren(...[reason, action].filter(Boolean));
   }
 
-  // Called by the connection. After the server was away another model may answer.
+  // Called by the connection. After an outage the server may have another model.
   serverChanged(reason) {
     this.showBanner(reason);
     if (!reason && this.models.length) this.loadModels();
@@ -207,14 +207,14 @@ class App {
     }
   }
 
-  // A conversation that began has its address from then on.
+  // Gives a conversation its address when it begins.
   opened(conversation) {
     const query = hasBegun(conversation) ? `?c=${conversation.id}` : "";
     if (location.search !== query) history.pushState(null, "", query || location.pathname);
     this.listChanged();
   }
 
-  // By the browser's own buttons, or a link within the page: that leads to what is open already.
+  // Called for the browser's buttons, and for links within the page, whose target is already open.
   async urlChanged() {
     const { conversation } = this.pane;
     const isThere = idOfUrl() === (hasBegun(conversation) ? conversation.id : null);
@@ -244,8 +244,8 @@ class App {
     this.show(newConversation());
   }
 
-  // A conversation, or without one the pictures. All at once: the user may write, send or navigate before the browser
-  // has read anything.
+  // Shows a conversation, or the pictures if there is none. Synchronous: the user may write, send or navigate before
+  // the browser has read anything.
   show(conversation) {
     this.showPane(conversation ? this.pane : this.pictures);
     if (!conversation) {
@@ -258,7 +258,7 @@ class App {
     this.pane.focus();
   }
 
-  // Puts what is kept in the place of a conversation that is coming, unless something else was opened meanwhile.
+  // Replaces the placeholder of a conversation by the stored one, unless another was opened meanwhile.
   async fill(coming) {
     let problem = null;
     try {
@@ -277,7 +277,7 @@ class App {
     this.pane.tell(problem);
   }
 
-  // The open conversation is not there any more.
+  // Called when the open conversation no longer exists.
   leave() {
     this.pane.replace();
     if (this.shown === this.pane) history.replaceState(null, "", location.pathname);
@@ -305,7 +305,7 @@ class App {
     this.create();
   }
 
-  // Another tab changed or deleted a conversation, or all. An answer that comes there is shown here when it is done.
+  // Called when another tab changed or deleted one or all conversations. Its answers are shown here when complete.
   async changedElsewhere({ id, change }) {
     if (change === "pictures" || (change === "deleted" && id === null)) this.pictures.load();
     if (change === "pictures") return;
@@ -313,12 +313,12 @@ class App {
     const isOpen = id === conversation.id;
     if (change === "deleted") await this.gone(id);
     else if (change === "changed" && isOpen) await this.look(id);
-    // One draft is kept per conversation: the other tab may have put its own in the place of what is written here.
+    // One draft is stored per conversation: the other tab may have replaced the draft of this tab.
     if (!composer.isEmpty) composer.keep();
     this.listChanged();
   }
 
-  // Shows what is kept of a conversation, if that is open then and at rest.
+  // Shows the stored messages of a conversation if it is still open and not being answered.
   async look(id) {
     const kept = await this.kept(() => this.store.conversation(id), null);
     const { conversation, isBusy } = this.pane;
@@ -327,7 +327,7 @@ class App {
     this.pane.adopt(kept.messages);
   }
 
-  // A conversation was deleted in another tab, or all were where there is no id: what is under way for it ends.
+  // Called when another tab deleted a conversation, or all without an id: ends its running answers.
   async gone(id) {
     if (id === null) this.pane.dropAll();
     else this.pane.drop(id);
@@ -337,7 +337,7 @@ class App {
   }
 }
 
-// Of the conversation that the address names; null for a new one.
+// Returns the id of the conversation in the address; null for a new one.
 function idOfUrl() {
   return new URLSearchParams(location.search).get("c");
 }

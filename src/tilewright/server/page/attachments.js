@@ -1,4 +1,4 @@
-// The kinds of files that can be sent, and how each is shown, resized and sent.
+// The kinds of files that can be sent, and how to show, resize and send each.
 
 import { element } from "./dom.js";
 import { randomId } from "./ids.js";
@@ -39,20 +39,20 @@ export const KINDS = {
   },
 };
 
-// A file that cannot be sent; the message says why.
+// A file cannot be sent; the message is the reason.
 export class Refused extends Error {}
 
 export function kindsOf(model) {
   return Object.keys(KINDS).filter((kind) => model?.input_modalities?.includes(kind));
 }
 
-// "pictures, video and sound", or "" for a model that takes text alone.
+// Returns "pictures, video and sound", for example, or "" for a model that accepts text only.
 export function nounsOf(model) {
   const nouns = kindsOf(model).map((kind) => KINDS[kind].noun);
   return [nouns.slice(0, -1).join(", "), ...nouns.slice(-1)].filter(Boolean).join(" and ");
 }
 
-// { attachment, blob, note }: the file made fit for the model and the server, and what was done to it for that.
+// Returns { attachment, blob, note }: the file in a form that model and server accept, and a note about changes.
 export async function attach(file, model) {
   const kind = Object.keys(KINDS).find((one) => file.type.startsWith(`${one}/`));
   const name = file.name || (kind ? `${kind}.${file.type.split("/")[1]}` : "file");
@@ -78,18 +78,18 @@ async function asItIs(file) {
   return { blob: file, note: null };
 }
 
-// Pictures go as they are, unless the server would refuse them for their size: then smaller.
+// Sends pictures unchanged, unless the server would refuse their size: then reduces them.
 async function fitPicture(file, name, limits) {
   let picture;
   try {
     picture = await createImageBitmap(file);
   } catch {
-    return { blob: file, note: null }; // a kind of picture that this browser cannot read, but the server perhaps can
+    return { blob: file, note: null }; // this browser cannot read the picture, but the server may
   }
   try {
     return await shrunk(picture, file, name, limits);
   } finally {
-    picture.close(); // or its pixels stay in memory until somebody cleans up: 100 MB for 25 million of them
+    picture.close(); // otherwise its pixels stay in memory until garbage collection: 100 MB for 25 million pixels
   }
 }
 
@@ -116,13 +116,13 @@ async function shrunk(picture, file, name, limits) {
   return { blob: file, note: null };
 }
 
-// A picture, or a frame of a video, drawn at a size, as a Blob.
+// Returns a picture, or a frame of a video, at a given size as a Blob.
 export function drawn(source, width, height, type) {
   const canvas = element("canvas");
   canvas.width = width;
   canvas.height = height;
   const context = canvas.getContext("2d");
-  context.fillStyle = "white"; // JPEG knows no transparency, and would show it black
+  context.fillStyle = "white"; // JPEG has no transparency and would show black
   context.fillRect(0, 0, width, height);
   context.drawImage(source, 0, 0, width, height);
   return new Promise((resolve, reject) => {

@@ -1,11 +1,11 @@
-// A picture taken with the camera.
+// Takes a picture with the camera.
 
 import { drawn } from "./attachments.js";
 import { closeDevice, deviceProblem, openDevice } from "./devices.js";
 import { actions, button, openDialog } from "./dialogs.js";
 import { element } from "./dom.js";
 
-// Resolves to a File, or null if none was taken.
+// Resolves to a File, or null if no picture was taken.
 export async function takePicture() {
   let stream = null;
   let isClosed = false;

@@ -1,4 +1,4 @@
-// The pane of conversations: what was said, and where the next question is written.
+// The pane of a conversation: its messages, and the editor of the next question.
 
 import { Answering } from "./answering.js";
 import { Composer } from "./composer.js";
@@ -27,10 +27,10 @@ import { Speaker } from "./speaker.js";
 import { storageProblem } from "./store.js";
 import { welcomeNode } from "./welcome.js";
 
-const KEEP_EVERY_MS = 1000; // while an answer comes
+const KEEP_EVERY_MS = 1000; // while an answer arrives
 const MAX_ANNOUNCED = 2000;
 const FULL = "context_length_exceeded"; // the server's code
-const NAMED_FILE = /^(image|video|audio) (\d+)\b/; // how its errors name a file: the kind, and which of that kind
+const NAMED_FILE = /^(image|video|audio) (\d+)\b/; // a file in the server's errors: kind and number
 
 export class ChatPane {
   // app: { api, connection, store, model(), announce(text), listChanged(), opened(conversation), gone(id) }
@@ -76,7 +76,7 @@ export class ChatPane {
     this.showMessages(conversation);
   }
 
-  // Shows a conversation beside what is being written.
+  // Shows a conversation and keeps the draft.
   showMessages(conversation) {
     this.conversation = this.underWay.get(conversation.id)?.conversation ?? conversation;
     settle(this.conversation, this.underWay.has(conversation.id));
@@ -91,8 +91,7 @@ export class ChatPane {
     this.composer.setHeld(Boolean(this.conversation.isComing));
   }
 
-  // Shows the messages that other tabs made of the open conversation, from the first that differs; what is being written
-  // stays.
+  // Replaces the messages from the first that differs from those of other tabs; keeps the draft.
   adopt(messages) {
     const { conversation } = this;
     settle({ messages }, false);
@@ -112,7 +111,7 @@ export class ChatPane {
     this.scroller.follow();
   }
 
-  // The open conversation is not there any more: an empty one takes its place, with what was being written.
+  // Replaces the open conversation, which no longer exists, by an empty one with the same draft.
   replace() {
     if (this.composer.isEmpty) {
       this.show(newConversation());
@@ -131,7 +130,7 @@ export class ChatPane {
     if (!hasBegun(this.conversation)) this.changedMessages();
   }
 
-  // Says something above the question; null takes it away.
+  // Shows a text above the question; null removes it.
   tell(text) {
     this.notice.hidden = !text;
     if (!text) return;
@@ -143,8 +142,7 @@ export class ChatPane {
     if (!matchMedia("(pointer: coarse)").matches) this.composer.text.focus();
   }
 
-  // Asks a question with the files that `files()` gives, in the conversation that is open now; what is being written
-  // stays as it is.
+  // Asks a question with the files of `files()`, in the conversation that is open now; keeps the draft.
   async askWith({ text, files }) {
     const { conversation } = this;
     let attachments;
@@ -155,7 +153,7 @@ export class ChatPane {
       return;
     }
     if (conversation !== this.conversation || conversation.messages.length) {
-      await this.app.store.forgetFiles(attachments); // its user went elsewhere, or asked something else
+      await this.app.store.forgetFiles(attachments); // the user has moved on, or asked another question
       return;
     }
     this.ask({ text, attachments });
@@ -188,7 +186,7 @@ export class ChatPane {
     return true;
   }
 
-  // Answers the question of an answer once more: the last one anew, a failed one before it in its place.
+  // Answers the question of an answer again: removes the last answer, or replaces a failed earlier one.
   retry(answer, shortens = false) {
     if (this.isBusy) return;
     const { messages } = this.conversation;
@@ -204,7 +202,7 @@ export class ChatPane {
     this.focus();
   }
 
-  // Asks the question of a failed answer again without a file.
+  // Repeats the question of a failed answer without a file.
   askWithout(answer, { id }) {
     if (this.isBusy) return;
     for (const message of this.conversation.messages) {
@@ -217,13 +215,13 @@ export class ChatPane {
     this.retry(answer);
   }
 
-  // Asks the question of a failed answer again without the oldest turns: so many that there is room.
+  // Repeats the question of a failed answer without the oldest turns, until there is room.
   shorten(answer) {
     if (this.isBusy || !this.leaveOutOldest(this.conversation, answer)) return;
     this.retry(answer, true);
   }
 
-  // Whether there was something to leave out before the question of an answer.
+  // Leaves out the oldest turns before an answer's question; returns whether there were any.
   leaveOutOldest(conversation, answer) {
     const oldest = oldestTurns(sentTurns(conversation, conversation.messages.indexOf(answer)));
     for (const { question } of oldest) {
@@ -240,14 +238,14 @@ export class ChatPane {
     }
   }
 
-  // Stops the answer under way; false if there is none.
+  // Stops the running answer; returns false if there is none.
   stop() {
     const found = this.underWay.get(this.conversation.id);
     found?.answering.stop();
     return Boolean(found);
   }
 
-  // Stops what is under way for a conversation that is being deleted, and keeps nothing more of it.
+  // Stops the running answer of a conversation that is being deleted, and stores no more of it.
   drop(id) {
     this.composer.dropReading(id);
     const found = this.underWay.get(id);
@@ -261,8 +259,8 @@ export class ChatPane {
     for (const id of [...this.underWay.keys()]) this.drop(id);
   }
 
-  // Answers the last question, or with `again` that of an answer that failed, in its place. With `shortens`, the oldest
-  // turns are left out for as long as there is no room.
+  // Answers the last question, or replaces the failed answer `again`. With `shortens`, leaves out the oldest turns
+  // until there is room.
   async answer(again = null, shortens = false) {
     const { conversation, app } = this;
     const answer = again ?? newAnswer();
@@ -271,7 +269,7 @@ export class ChatPane {
       this.addView(answer);
     }
     const entry = { conversation, isDropped: false, keptAtMs: 0, files: [] };
-    this.speaker?.stop(); // of the answer before, which may still be heard
+    this.speaker?.stop(); // the previous answer may still be playing
     const speaker = (this.speaker = new Speaker());
     entry.answering = new Answering({
       api: app.api,
@@ -290,7 +288,7 @@ export class ChatPane {
     this.keep(entry, "asked");
     await entry.answering.run();
     if (!entry.isDropped) await this.keepSound(answer, speaker);
-    // Busy until it is kept: what other tabs did meanwhile comes with that, before anything else is asked.
+    // Busy until it is stored, which also returns changes of other tabs, before the next question.
     const messages = await this.keep(entry, "changed");
     this.underWay.delete(conversation.id);
     if (entry.isDropped || conversation !== this.conversation) return;
@@ -300,7 +298,7 @@ export class ChatPane {
     this.announce(answer);
   }
 
-  // The body of a request; reports here which files of earlier turns are not sent.
+  // Returns the body of a request; tells the user which files of earlier turns are not sent.
   async request(entry, end) {
     const { system, ...sampling } = currentSettings();
     const model = this.app.model();
@@ -315,7 +313,7 @@ export class ChatPane {
     return { model: model.id, messages, stream: true, stream_options: { include_usage: true }, ...sampling, ...spoken };
   }
 
-  // Keeps what was said of an answer, to be heard again.
+  // Stores the speech of an answer for replay.
   async keepSound(answer, speaker) {
     const said = speaker.file();
     if (!said) return;
@@ -333,8 +331,8 @@ export class ChatPane {
     if (answer.text && performance.now() - entry.keptAtMs > KEEP_EVERY_MS) this.keep(entry);
   }
 
-  // Keeps a conversation that is being answered; the list and other tabs learn of a `change` alone, not of each token.
-  // Resolves to the messages that are kept then, null if none are.
+  // Stores a conversation that is being answered; the list and other tabs are notified of a `change`, not of each
+  // token. Resolves to the stored messages, null if there are none.
   async keep(entry, change = null) {
     const { conversation } = entry;
     if (entry.isDropped) return null;
@@ -355,7 +353,7 @@ export class ChatPane {
 
   announce(answer) {
     const view = this.views.get(answer.id);
-    if (!view) return; // another tab took it out
+    if (!view) return; // another tab removed it
     view.update();
     const said = { complete: "Answer: ", stopped: "Stopped: ", failed: "" }[answer.status];
     if (answer.status !== "failed") this.app.announce(said + view.body.textContent.slice(0, MAX_ANNOUNCED));
@@ -375,8 +373,8 @@ export class ChatPane {
     this.column.append(view.node);
   }
 
-  // Only the last question can be edited, only the last answer and those that failed regenerated; an empty conversation
-  // shows a welcome.
+  // Allows editing of the last question only, and regenerating of the last and of failed answers; shows a welcome in an
+  // empty conversation.
   changedMessages() {
     const { messages } = this.conversation;
     const turns = turnsOf(messages);
@@ -398,7 +396,7 @@ export class ChatPane {
   }
 }
 
-// What was under way when the page was closed is not any more.
+// Marks answers that were running when the page was closed as stopped.
 function settle(conversation, isAnswered) {
   if (isAnswered) return;
   for (const message of conversation.messages) {
@@ -410,8 +408,8 @@ function isFull(error) {
   return error.code === FULL || error instanceof NoRoom;
 }
 
-// What an answer says of its failure: the message, and which file or how long a conversation it is due to where one can
-// ask again without.
+// Returns an answer's error: the message, and the file or the long conversation that caused it if the question can be
+// repeated without.
 function explanation(error, { conversation, files }, answer) {
   const { message } = error;
   const turns = sentTurns(conversation, conversation.messages.indexOf(answer));

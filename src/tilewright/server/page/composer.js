@@ -1,4 +1,4 @@
-// Where a question is written: its text, its files, and what is kept of both while it is a draft.
+// The editor of a question: its text, its files, and the stored draft of both.
 
 import { KINDS, Refused, attach, kindsOf, nounsOf } from "./attachments.js";
 import { takePicture } from "./camera.js";
@@ -7,7 +7,7 @@ import { recordSound } from "./microphone.js";
 import { previewNode, unreadNode } from "./previews.js";
 import { VoiceChoice } from "./voice_choice.js";
 
-const MAX_HEIGHT = 0.4; // of the window, before the text scrolls
+const MAX_HEIGHT = 0.4; // share of the window, above which the text scrolls
 
 export class Composer {
   // host: { store, model(), tell(text), failed(error), send(question), stop(), editLast() }
@@ -79,7 +79,7 @@ export class Composer {
     });
     document.addEventListener("paste", (event) => {
       const { clipboardData } = event;
-      // Office programs put a picture of the text beside it: the text is meant.
+      // Office programs add a picture of the text: paste the text.
       const isText = clipboardData?.types.includes("text/plain");
       if (!clipboardData?.files.length || isText || document.querySelector("dialog[open]") || this.isAway) return;
       event.preventDefault();
@@ -104,7 +104,7 @@ export class Composer {
 
   pressed(event) {
     if (event.isComposing) return;
-    // A key on a phone's keyboard that sends by mistake is worse than one more line; there is a button.
+    // On a phone, Enter adds a line: sending by mistake is worse, and there is a button.
     const isTouch = matchMedia("(pointer: coarse)").matches;
     if (event.key === "Enter" && !event.shiftKey && !isTouch) {
       event.preventDefault();
@@ -143,7 +143,7 @@ export class Composer {
     this.update();
   }
 
-  // While the conversation that a question goes to is coming, the question waits.
+  // Holds the question while its conversation is being loaded.
   setHeld(isHeld) {
     this.isHeld = isHeld;
     this.sendIfReady();
@@ -161,7 +161,7 @@ export class Composer {
     this.text.style.height = `${Math.min(this.text.scrollHeight, innerHeight * MAX_HEIGHT)}px`;
   }
 
-  // Whether another pane is shown.
+  // True if another pane is shown.
   get isAway() {
     return Boolean(this.node.closest("[hidden]"));
   }
@@ -187,10 +187,10 @@ export class Composer {
     this.draft = draft;
     this.show();
     const kept = live ? null : await this.host.store.draft(id).catch(() => null);
-    if (!kept || draft !== this.draft) return; // there is none, or another one was opened meanwhile
+    if (!kept || draft !== this.draft) return; // no draft, or another one was opened meanwhile
     draft.text = kept.text + draft.text;
     draft.attachments = [...kept.attachments, ...draft.attachments];
-    this.keep(); // what was written meanwhile was kept in its place
+    this.keep(); // text written meanwhile has replaced the stored draft
     this.show();
   }
 
@@ -199,7 +199,7 @@ export class Composer {
     this.showFiles();
   }
 
-  // The files made ready to be sent, and kept; those that cannot be are reported and left out.
+  // Prepares and stores files; reports and leaves out those that cannot be sent.
   async attach(files) {
     const attachments = [];
     for (const file of files) {
@@ -216,7 +216,7 @@ export class Composer {
     return attachments;
   }
 
-  // Adds files to the draft that is shown now; when they are read, another one may be.
+  // Adds files to the current draft, which may not be the shown one when they are read.
   async add(files) {
     const { draft } = this;
     const unread = files.map(({ name }) => ({ name }));
@@ -239,13 +239,12 @@ export class Composer {
     this.sendIfReady();
   }
 
-  // Forgets the files that are still being read for a conversation that is deleted; without an id, for all.
+  // Drops the files being read for a deleted conversation, or for all without an id.
   dropReading(id = null) {
     for (const draft of this.reading) if (id === null || draft.id === id) draft.isDropped = true;
   }
 
-  // What is written belongs to another conversation from now on: one that has just begun, or none yet. It is not sent
-  // there by itself.
+  // Moves the draft to another conversation: one that has just begun, or a new one. It is not sent there automatically.
   moveDraft(id) {
     this.keep(newDraft(this.draft.id));
     Object.assign(this.draft, { id, isDropped: false, isSending: false });
@@ -282,7 +281,7 @@ export class Composer {
     this.text.focus();
   }
 
-  // Sends what is written; if it has to wait for its conversation or its files, as soon as they are there.
+  // Sends the question, after its conversation and its files are loaded.
   send() {
     const { draft } = this;
     if (this.isEmpty || this.isBusy || !this.host.model()) return;
@@ -293,7 +292,7 @@ export class Composer {
     }
     const text = this.text.value.trim();
     const { attachments } = draft;
-    Object.assign(draft, { text: "", attachments: [] }); // the same one: what is kept of it may still be on its way
+    Object.assign(draft, { text: "", attachments: [] }); // the same object, which may still be being stored
     this.show();
     this.keep();
     this.host.send({ text, attachments });
@@ -307,7 +306,7 @@ export class Composer {
   }
 }
 
-// What is being written for a conversation, "new" for one that has not begun. `unread`: { name } of files that come.
+// Returns the draft of a conversation, "new" for one that has not begun. `unread`: { name } of files being read.
 function newDraft(id) {
   return { id, text: "", attachments: [], unread: [], isSending: false, isDropped: false };
 }

@@ -1,18 +1,18 @@
-// Whether the server answers. Polled only after it did not, until it does again.
+// Tracks whether the server answers. It is polled only after a failure, until it answers again.
 
 import { ApiError } from "./api.js";
 
-const PAUSES_MS = [500, 1000, 2000, 4000]; // between two questions; the last one again and again
+const PAUSES_MS = [500, 1000, 2000, 4000]; // between polls; the last pause repeats
 
 export class Connection {
-  // `onChange` gets what is wrong, or null when all is well.
+  // `onChange` receives the problem, or null when there is none.
   constructor(api, onChange) {
     this.api = api;
     this.onChange = onChange;
     this.back = null; // resolves when the server answers again
   }
 
-  // Reports that the server did not answer; resolves when it does.
+  // Reports that the server did not answer; resolves when it answers again.
   lost(reason) {
     this.back ??= this.wait(reason);
     return this.back;

@@ -1,4 +1,4 @@
-// A conversation: questions and answers, and what of them is sent to the model.
+// A conversation: its questions and answers, and the part of them that is sent to the model.
 
 import { KINDS, kindsOf, sizeText } from "./attachments.js";
 import { randomId } from "./ids.js";
@@ -11,17 +11,17 @@ export function newConversation() {
   return { id: randomId(), title: "", changedAt: Date.now(), messages: [] };
 }
 
-// A placeholder while the browser loads a conversation: what is written and sent meanwhile goes to it.
+// Returns a placeholder while the browser loads a conversation; questions sent meanwhile belong to it.
 export function comingConversation(id) {
   return { ...newConversation(), id, isComing: true };
 }
 
-// Whether it is more than an empty one, and so has an address and a draft of its own.
+// Returns whether the conversation is not empty, and so has an address and a draft of its own.
 export function hasBegun({ messages, isComing }) {
   return Boolean(isComing || messages.length);
 }
 
-// isLeftOut, of a question and of its attachments: not sent with later questions any more.
+// isLeftOut of a question or an attachment: no longer sent with later questions.
 export function newQuestion({ text, attachments }) {
   return { id: randomId(), role: "user", text, attachments };
 }
@@ -42,7 +42,7 @@ export function titleOf(conversation) {
   return text.length > MAX_TITLE ? `${text.slice(0, MAX_TITLE - 1).trimEnd()}…` : text;
 }
 
-// What the list of conversations shows of one.
+// Returns the row of a conversation in the list.
 export function titleRow(conversation) {
   return { id: conversation.id, title: titleOf(conversation), changedAt: conversation.changedAt };
 }
@@ -51,8 +51,8 @@ export function attachmentsOf(messages) {
   return messages.flatMap((message) => message.attachments ?? []);
 }
 
-// The messages of a conversation that two tabs changed: `mine` here, `kept` by both. `base` has the ids of those that
-// were kept when this tab last looked: what it lacks now was taken out here, what `kept` lacks was taken out there.
+// Returns the merged messages of a conversation that two tabs changed: `mine` of this tab, `kept` in the store. `base`
+// has the ids in the store when this tab last read it: ids missing in `mine` were removed here, in `kept` there.
 export function mergedMessages(base, mine, kept, isOwn) {
   const here = new Map(mine.map((message) => [message.id, message]));
   const there = new Set(kept.map(({ id }) => id));
@@ -63,10 +63,10 @@ export function mergedMessages(base, mine, kept, isOwn) {
   ];
 }
 
-// A request that has to be smaller before the server can take it; the message says why.
+// A request is too large for the server; the message is the reason.
 export class NoRoom extends Error {}
 
-// A file of the question that is asked now cannot be sent; the message says why.
+// A file of the current question cannot be sent; the message is the reason.
 export class FileProblem extends Error {
   constructor(message, attachment) {
     super(message);
@@ -74,7 +74,7 @@ export class FileProblem extends Error {
   }
 }
 
-// Questions with what was answered to each: [{ question, answers }].
+// Returns the questions with their answers: [{ question, answers }].
 export function turnsOf(messages) {
   const turns = [];
   for (const message of messages) {
@@ -84,30 +84,30 @@ export function turnsOf(messages) {
   return turns;
 }
 
-// Whether later questions are sent without a turn: it failed, there was no room for it any more, or its files were all
-// there was of it.
+// Returns whether later questions omit a turn: it failed, there was no room for it, or it had only files that are left
+// out.
 export function isLeftOut({ question, answers }) {
   const isFailed = answers.length > 0 && answers.every(({ status, text }) => status === "failed" && !text);
   return Boolean(question.isLeftOut) || isFailed || isEmpty(question);
 }
 
-// Whether nothing is left of a question without the files that are not sent.
+// Returns whether a question is empty without the files that are not sent.
 function isEmpty({ text, attachments }) {
   return !text && attachments.length > 0 && attachments.every((one) => one.isLeftOut);
 }
 
-// Whether a question can be asked without one of its files.
+// Returns whether a question can be asked without one of its files.
 export function canDoWithout({ text, attachments }, { id }) {
   return Boolean(text) || attachments.some((one) => one.id !== id && !one.isLeftOut);
 }
 
-// The turns that are sent for the answer at `end`, the last of which is its own.
+// Returns the turns to send for the answer at `end`; the last is its own.
 export function sentTurns({ messages }, end) {
   const turns = turnsOf(messages.slice(0, end));
   return turns.filter((turn, index) => index === turns.length - 1 || !isLeftOut(turn));
 }
 
-// The oldest of several turns, so many that they are a quarter of the whole or more; never the last.
+// Returns the oldest turns that make up at least a quarter of the whole; never the last one.
 export function oldestTurns(turns) {
   const sizes = turns.map(({ question, answers }) =>
     [question, ...answers].reduce(
@@ -121,8 +121,8 @@ export function oldestTurns(turns) {
   return turns.slice(0, Math.min(count, turns.length - 1));
 }
 
-// { sent, unsent }: the files of some turns as [{ attachment, blob }] in order, and why others, of earlier turns, are
-// not sent. One of the last turn that cannot be sent is a FileProblem. Files are read by `file(id)`.
+// Returns { sent, unsent }: the turns' files as [{ attachment, blob }] in order, and the reasons why other files of
+// earlier turns are not sent. Throws FileProblem for a file of the last turn. `file(id)` reads files.
 export async function filesOf(turns, model, file) {
   const sent = [];
   const unsent = [];
@@ -141,7 +141,7 @@ export async function filesOf(turns, model, file) {
   return { sent, unsent };
 }
 
-// NoRoom if files are more than the server takes in one request.
+// Throws NoRoom if the files exceed the server's limits for one request.
 export function checkRoom(files, limits = {}) {
   const sizeBytes = files.reduce((sum, { blob }) => sum + blob.size, 0);
   const encodedBytes = files.reduce((sum, { blob }) => sum + Math.ceil(blob.size / 3) * 4, BODY_ROOM);
@@ -154,13 +154,13 @@ export function checkRoom(files, limits = {}) {
   check("take in a request", encodedBytes, limits.max_body_bytes ?? Infinity, sizeText);
 }
 
-// The messages of some turns as the server takes them, with those of their files that are in `files`.
+// Returns the messages of some turns in the server's form, with their files in `files`.
 export async function requestMessages(turns, system, files) {
   const blobs = new Map(files.map(({ attachment, blob }) => [attachment.id, blob]));
   const messages = system ? [{ role: "system", content: system }] : [];
   for (const { question, answers } of turns) {
     const content = await questionContent(question, blobs);
-    if (!content.length) continue; // its files were all there was of it
+    if (!content.length) continue; // it had only files
     messages.push({ role: "user", content });
     for (const { text } of answers) if (text) messages.push({ role: "assistant", content: text });
   }

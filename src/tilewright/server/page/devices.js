@@ -1,4 +1,4 @@
-// The camera and the microphone, and what is wrong where one cannot be used.
+// Opens the camera and the microphone, and explains why one cannot be used.
 
 const PROBLEMS = {
   NotAllowedError: (name) => `The ${name} was refused. The browser's settings for this page can allow it.`,
@@ -14,7 +14,7 @@ export async function openDevice(constraints) {
   return navigator.mediaDevices.getUserMedia(constraints);
 }
 
-// An error with a device, for its user.
+// Returns an error with a device in plain words.
 export function deviceProblem(name, error) {
   return PROBLEMS[error.name]?.(name) ?? `The ${name} cannot be used: ${error.message}`;
 }

@@ -1,8 +1,8 @@
-// Dialogs: what they hold is made when they open, and they resolve when they close.
+// Dialogs: their content is made when they open, and they resolve when they close.
 
 import { element, iconButton } from "./dom.js";
 
-// Shows a dialog; `fill(body, close)` puts its content in. Resolves to what `close` was called with, or null.
+// Shows a dialog, filled by `fill(body, close)`. Resolves to the argument of `close`, or null.
 export function openDialog(title, fill, properties = {}) {
   return new Promise((resolve) => {
     let result = null;
@@ -23,8 +23,8 @@ export function openDialog(title, fill, properties = {}) {
       dialog.remove();
       resolve(result);
     });
-    // The backdrop closes by a press and release there, and not while something is written: a selection that ends outside,
-    // or a slip, closes nothing.
+    // A press and release on the backdrop closes the dialog, except while the user has written something: a selection
+    // that ends outside, or a slip, does not.
     let isWritten = false;
     let isPressedOutside = false;
     dialog.addEventListener("input", () => (isWritten = true));
@@ -61,7 +61,7 @@ export async function confirmDialog(title, text, yes) {
   return answer === true;
 }
 
-// Resolves to what the user wrote, or null. `check` gives what is wrong with it, or null.
+// Resolves to the user's text, or null. `check` returns the problem of a text, or null.
 export function askDialog({ title, label, text = "", value = "", yes, type = "text", check = () => null }) {
   return openDialog(title, (body, close) => {
     const input = element("input", {

@@ -1,4 +1,4 @@
-// Elements made by hand: text is always text, never markup.
+// Makes DOM elements: text is always text, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -15,7 +15,7 @@ export function element(tag, properties = {}, ...children) {
   return node;
 }
 
-// An icon of the sprite in index.html, for the eye alone.
+// Returns an icon of the sprite in index.html, hidden from screen readers.
 export function icon(name) {
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("class", "icon");
@@ -26,7 +26,7 @@ export function icon(name) {
   return svg;
 }
 
-// A button that is an icon alone; its label is its name and its tooltip.
+// Returns a button with only an icon; `label` is its name and its tooltip.
 export function iconButton(name, label, onclick, properties = {}) {
   return element(
     "button",
@@ -39,7 +39,7 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
-// Copies a text; where the page may not use the clipboard (plain http from another machine), by a selection.
+// Copies a text, through a selection if the page may not use the clipboard (plain http from another machine).
 export async function copyText(text) {
   if (navigator.clipboard && window.isSecureContext) {
     await navigator.clipboard.writeText(text);
@@ -54,7 +54,7 @@ export async function copyText(text) {
   if (!isCopied) throw new Error("the browser did not copy");
 }
 
-// A button that copies what `text()` gives and says so for a moment.
+// Returns a button that copies the result of `text()` and confirms it briefly.
 export function copyButton(text, label = "Copy") {
   const button = iconButton("copy", label, async () => {
     let said = "Copied";

@@ -1,11 +1,11 @@
-// One picture being made: its place in the queue, its steps and previews as they come, stopped or failed.
+// One picture being made: its place in the queue, its steps and previews as they arrive, and its end.
 
 export class Drawing {
   // `onChange` is called whenever something has changed.
   constructor({ api, body, onChange }) {
     Object.assign(this, { api, body, onChange });
     this.controller = new AbortController();
-    this.numBefore = null; // requests that are made first, while it waits
+    this.numBefore = null; // requests before it in the queue, while it waits
     this.step = 0;
     this.numSteps = null; // null: not begun
     this.preview = null; // a data: URL
@@ -16,7 +16,7 @@ export class Drawing {
     this.controller.abort();
   }
 
-  // Resolves to the pictures, { blob, settings, timings } each; null if it was stopped or failed: then `error` says why.
+  // Resolves to the pictures, { blob, settings, timings } each; null if it was stopped, or failed with `error`.
   async run() {
     const pictures = [];
     try {
@@ -44,7 +44,7 @@ export class Drawing {
     }
   }
 
-  // What it is doing, in words.
+  // The current state as text.
   get state() {
     if (this.numSteps !== null) {
       return this.step < this.numSteps ? `Step ${this.step + 1} of ${this.numSteps}` : "Finishing";

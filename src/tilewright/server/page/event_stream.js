@@ -1,14 +1,14 @@
-// Server-sent events out of bytes: borders between chunks may fall within a character, a line or a pair of CR and LF.
+// Decodes server-sent events: chunks may end within a character, a line or a pair of CR and LF.
 
 export class EventParser {
   constructor() {
     this.decoder = new TextDecoder();
-    this.rest = ""; // of a line that is not complete
-    this.data = []; // lines of the event under way
-    this.endsInReturn = false; // a line feed that follows belongs to it
+    this.rest = ""; // of an incomplete line
+    this.data = []; // lines of the current event
+    this.endsInReturn = false; // a line feed that follows belongs to the return
   }
 
-  // The data of the events that these bytes complete.
+  // Returns the data of the events that these bytes complete.
   push(bytes) {
     return this.read(this.decoder.decode(bytes, { stream: true }));
   }
@@ -33,7 +33,7 @@ export class EventParser {
   }
 }
 
-// The data of each event of a response, as it comes.
+// Yields the data of each event of a response as it arrives.
 export async function* eventsOf(response) {
   const parser = new EventParser();
   const reader = response.body.getReader();

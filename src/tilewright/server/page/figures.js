@@ -1,4 +1,4 @@
-// The line under an answer: its speed, and the share of the machine's limit.
+// Makes the line below an answer: its speed, and the share of the machine's limit.
 
 import { element } from "./dom.js";
 

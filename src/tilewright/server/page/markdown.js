@@ -1,19 +1,19 @@
-// Markdown as DOM nodes, made block by block while its text still comes. docs/page.md lists what is understood.
+// Renders Markdown as DOM nodes, block by block while its text arrives. docs/page.md lists the supported syntax.
 
 import { copyButton, element } from "./dom.js";
 import { blocksOf, cellsOf, fenceParts, headingParts, listParts, quoteText } from "./markdown_blocks.js";
 import { appendInline } from "./markdown_inline.js";
 
-const MAX_DEPTH = 8; // of lists and quotes within one another; what is deeper is text
+const MAX_DEPTH = 8; // of nested lists and quotes; deeper ones are text
 
-// A view of a text that grows. Blocks that can change no more stay as they are; the last is made anew.
+// A view of a growing text. Blocks that can no longer change are kept; the last one is made again.
 export class MarkdownView {
   constructor(root) {
     this.root = root;
-    this.isPlain = false; // since something went wrong: the text is shown as it is written
-    this.settled = 0; // where in the text the first block begins that may still change
-    this.tail = []; // the nodes of those blocks
-    this.code = null; // the fence that the text ends within, as `openFence` returns it
+    this.isPlain = false; // true after an error: the text is shown as it is
+    this.settled = 0; // offset of the first block that may still change
+    this.tail = []; // nodes of the blocks from there on
+    this.code = null; // the open fence at the end of the text, from `openFence`
   }
 
   update(text) {
@@ -39,7 +39,7 @@ export class MarkdownView {
     this.code = openFence(blocks, nodes, text);
   }
 
-  // Within a long fence only its text is set anew, until a line looks like its end.
+  // Within a long fence only its text is updated, until a line looks like its end.
   growCode(text) {
     if (!this.code || /^[ \t]*(?:``|~~)/m.test(text.slice(this.code.line))) return false;
     this.code.node.data = text.slice(this.code.begin);
@@ -54,19 +54,19 @@ export class MarkdownView {
   }
 }
 
-// Whether the last block may yet turn out to belong to the one before it: the line that makes it one is not complete.
+// Returns whether the last block may still become part of the previous one, since its deciding line is incomplete.
 function isUnsure(blocks, text) {
   const last = blocks[blocks.length - 1];
   const beginsInLastLine = last && last.start > text.lastIndexOf("\n");
   return beginsInLastLine || (last?.kind === "table" && last.lines.length === 2);
 }
 
-// Of a fence that the text ends within: its text node, where in the text that begins, and where the last line does.
+// Returns the open fence at the end of the text: its text node, and the offsets of its text and its last line.
 function openFence(blocks, nodes, text) {
   const last = blocks[blocks.length - 1];
   if (last?.kind !== "fence" || fenceParts(last.lines).isClosed || /^\s/.test(last.lines[0])) return null;
   const begin = text.indexOf("\n", last.start) + 1;
-  if (begin === 0) return null; // its first line is not complete
+  if (begin === 0) return null; // its first line is incomplete
   const node = document.createTextNode(text.slice(begin));
   nodes[nodes.length - 1].querySelector("code").replaceChildren(node);
   return { node, begin, line: text.lastIndexOf("\n") + 1 };
@@ -81,7 +81,7 @@ function blockNode({ kind, lines }, depth) {
   return NODES[kind](lines, depth);
 }
 
-// One by one: as arguments of one call, some ten thousand nodes are more than the stack holds.
+// One by one: tens of thousands of nodes as arguments of one call would overflow the stack.
 function appendAll(parent, nodes) {
   for (const node of nodes) parent.append(node);
   return parent;
@@ -103,7 +103,7 @@ const NODES = {
   rule: () => element("hr"),
   heading(lines) {
     const { level, text } = headingParts(lines[0]);
-    // The page's own headings come first: an answer's begin at the third level.
+    // The page has headings of its own: an answer's begin at the third level.
     return withInline(`h${Math.min(6, level + 2)}`, text, { class: `heading-${level}` });
   },
   fence(lines) {
@@ -115,7 +115,7 @@ const NODES = {
       element("span", {}, language || "text"),
       copyButton(() => code.textContent, "Copy code"),
     );
-    // Focusable, so that what is too wide can be scrolled by keys.
+    // Focusable, so that wide content can be scrolled with keys.
     return element(
       "figure",
       { class: "code" },

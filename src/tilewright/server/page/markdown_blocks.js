@@ -1,4 +1,4 @@
-// Where the blocks of Markdown begin and end. Lines are looked at once, in order.
+// Splits Markdown into blocks. Each line is read once, in order.
 
 const MAX_RULE = 200; // characters of a line of dashes
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^`\n]*)$/;
@@ -6,7 +6,7 @@ const HEADING = /^ {0,3}(#{1,6})(?:[ \t]|$)/;
 const QUOTE = /^ {0,3}>/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?:([ \t]+)|$)/;
 
-// The lines of `source` from `start` on: [{ text, start, end }], ends without the line feed.
+// Returns the lines of `source` from `start` on: [{ text, start, end }], without line feeds.
 function linesOf(source, start) {
   const lines = [];
   while (start < source.length) {
@@ -54,7 +54,7 @@ function isTable(lines, index) {
   return rules.every((rule) => /^:?-+:?$/.test(rule)) && rules.length === cellsOf(lines[index].text).length;
 }
 
-// The kind of block that begins with a line, "paragraph" if none other does.
+// Returns the kind of block that begins with a line; "paragraph" if no other kind does.
 function kindAt(lines, index) {
   const { text } = lines[index];
   if (FENCE.test(text)) return "fence";
@@ -65,7 +65,7 @@ function kindAt(lines, index) {
   return isTable(lines, index) ? "table" : "paragraph";
 }
 
-// Whether a line within a paragraph ends it. A number other than 1, or an empty item, is taken for text.
+// Returns whether a line ends the paragraph before it. A number other than 1, or an empty item, is text.
 function interrupts(lines, index) {
   const kind = kindAt(lines, index);
   if (kind !== "list") return kind !== "paragraph";
@@ -118,7 +118,7 @@ function indentOf(text) {
   return text.length - text.trimStart().length;
 }
 
-// Of a line that begins a list's item: how far its text is indented, and the family of its marker; null for others.
+// Returns the indentation of a list item's text and the family of its marker; null for other lines.
 function itemAt(line) {
   const match = ITEM.exec(line.text);
   if (!match) return null;
@@ -127,7 +127,7 @@ function itemAt(line) {
   return { width, marker, family: /\d/.test(marker) ? marker.at(-1) : marker };
 }
 
-// The blocks of a text from an offset on: [{ kind, lines, start }], blank lines left out.
+// Returns the blocks of a text from an offset on: [{ kind, lines, start }], without blank lines.
 export function blocksOf(source, start = 0) {
   const lines = linesOf(source, start);
   const blocks = [];
@@ -144,7 +144,7 @@ export function blocksOf(source, start = 0) {
   return blocks;
 }
 
-// Of a fence's lines: { language, text, isClosed }.
+// Returns { language, text, isClosed } of a fence's lines.
 export function fenceParts(lines) {
   const [, mark, info] = FENCE.exec(lines[0]);
   const last = lines[lines.length - 1].trim();
@@ -170,7 +170,7 @@ export function quoteText(lines) {
   return lines.map((line) => line.replace(/^ {0,3}> ?/, "")).join("\n");
 }
 
-// The items of a list's lines: { isOrdered, first, isLoose, items: [text] }.
+// Returns { isOrdered, first, isLoose, items: [text] } of a list's lines.
 export function listParts(lines) {
   const items = [];
   const head = itemAt({ text: lines[0] });

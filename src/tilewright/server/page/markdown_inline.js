@@ -1,10 +1,10 @@
-// The text of a line of Markdown as DOM nodes: emphasis, code, links. Time is linear in its length, whatever it holds.
+// Renders a line of Markdown as DOM nodes: emphasis, code, links. Time is linear in its length for any content.
 
 import { element, icon } from "./dom.js";
 
-const MAX_DEPTH = 24; // of emphasis within emphasis
+const MAX_DEPTH = 24; // of nested emphasis
 const MAX_URL = 2000;
-const MAX_PARENTHESES = 32; // within one another, in a link's address
+const MAX_PARENTHESES = 32; // nested, in a link's address
 const PUNCTUATION = /[\p{P}\p{S}]/u;
 const ESCAPABLE = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~";
 const SPECIAL = /[\\`*_~[\]!<&\nh]/g;
@@ -24,7 +24,8 @@ const ENTITIES = {
   mdash: "\u2014",
 };
 
-// Where a link may lead, or null: other schemes could run scripts, and what has none would lead into this server.
+// Returns a link's allowed address, or null: other schemes could run scripts, and addresses without one would lead to
+// this server.
 export function safeUrl(text) {
   let url;
   try {
@@ -44,15 +45,15 @@ export function appendInline(parent, source) {
   build(parent, new Scanner(source).pieces());
 }
 
-// Pieces in order: { text }, { node }, { run } of emphasis, { bracket } that may begin a link, { url, inner }.
+// Splits a text into { text }, { node }, { run } of emphasis, { bracket } that may begin a link, { url, inner }.
 class Scanner {
   constructor(source) {
     this.source = source;
     this.position = 0;
     this.out = [];
     this.plain = "";
-    this.brackets = []; // indices in `out` of those that are open
-    this.ticks = null; // places of runs of backticks by their length, found when first needed
+    this.brackets = []; // indices in `out` of open brackets
+    this.ticks = null; // offsets of runs of backticks by length, found on first use
   }
 
   pieces() {
@@ -155,7 +156,7 @@ class Scanner {
     const isWordy = character === "_";
     const piece = {
       run: character,
-      left: length, // of its characters, that belong to no pair
+      left: length, // its characters that belong to no pair
       canOpen: leftFlanking && (!isWordy || !rightFlanking || PUNCTUATION.test(before)),
       canClose: rightFlanking && (!isWordy || !leftFlanking || startsPunctuation(after)),
       opens: [],
@@ -181,7 +182,7 @@ class Scanner {
     const { isImage } = this.out[start];
     const inner = this.out.splice(start).slice(1);
     emphasise(inner);
-    // Within a picture there is text alone, and no link within a link: so nothing nests without an end.
+    // A picture contains text only, and a link no link, so that nesting is bounded.
     const plain = isImage && plainText(inner);
     const content = isImage ? (plain ? [{ text: plain }] : []) : inner;
     this.out.push({ url: safeUrl(target.url), isImage, inner: content, written: target.url });
@@ -217,7 +218,7 @@ class Scanner {
   }
 }
 
-// Numbers in rising order, asked for with rising bounds.
+// Ascending numbers, queried with ascending bounds.
 class Places {
   constructor() {
     this.items = [];
@@ -250,7 +251,7 @@ function isBorder(text) {
   return text === "" || /^\s/.test(text) || startsPunctuation(text);
 }
 
-// The end of a sentence is no part of an address; nor is a bracket that was opened before it.
+// The end of a sentence is not part of an address, nor is a bracket that was opened before it.
 function withoutTail(url) {
   let end = url.length;
   let numUnopened = url.split(")").length - url.split("(").length;
@@ -261,7 +262,7 @@ function withoutTail(url) {
   }
 }
 
-// What stands in the parentheses at `start`: { url, end }, or null.
+// Returns { url, end } of the parentheses at `start`, or null.
 function destination(source, start) {
   if (source[start] !== "(") return null;
   let position = start + 1;
@@ -289,7 +290,7 @@ function destination(source, start) {
 // Pairs the runs of * _ ~~ in `pieces`: each gets the tags that begin after it and end before it.
 function emphasise(pieces) {
   const openers = [];
-  const bottoms = {}; // below which there is no opener of a character: each is looked at once
+  const bottoms = {}; // below these there is no opener of a character, so that each is read once
   for (const closer of pieces) {
     if (!closer.run) continue;
     while (closer.canClose && closer.left > 0) {
@@ -315,7 +316,7 @@ function emphasise(pieces) {
   }
 }
 
-// What is left of pieces without their marks.
+// Returns the text of pieces without their marks.
 function plainText(pieces) {
   let text = "";
   for (const piece of pieces) {
@@ -328,7 +329,7 @@ function plainText(pieces) {
 
 function build(parent, pieces) {
   const path = [parent];
-  let text = ""; // gathered, so that a thousand lonely brackets are one node
+  let text = ""; // collected, so that a thousand unmatched brackets are one node
   const top = () => path[path.length - 1];
   const flush = () => {
     if (text) top().append(text);
@@ -356,7 +357,7 @@ function build(parent, pieces) {
   flush();
 }
 
-// A picture is a link to it: showing it would tell its owner that it was read.
+// A picture is shown as a link: loading it would tell its owner that it was read.
 function appendLink(parent, { url, isImage, inner, written }) {
   const node = url ? link(url) : element("span", { class: "dead-link", title: "This link leads nowhere safe" });
   if (isImage) node.append(icon("picture"), " ");

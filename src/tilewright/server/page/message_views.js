@@ -1,4 +1,4 @@
-// Questions and answers as they are shown.
+// Shows questions and answers.
 
 import { isUnderWay } from "./conversation.js";
 import { actions, button } from "./dialogs.js";
@@ -44,7 +44,7 @@ export class QuestionView {
     );
   }
 
-  // Only the last question can be edited: an editor closes when there is another.
+  // Only the last question can be edited: its editor closes when there is another.
   setLast(isLast) {
     this.isLast = isLast;
     if (!isLast && this.editor) this.show();
@@ -143,14 +143,14 @@ export class AnswerView {
     this.update();
   }
 
-  // Whether the question can be answered again now.
+  // Sets whether the question can be answered again now.
   setRetry(canRetry) {
     this.canRetry = canRetry;
     this.retryButton.hidden = !canRetry;
     this.showError();
   }
 
-  // Shows what came, soon.
+  // Shows new text at the next frame.
   changed() {
     this.pace.changed();
   }
@@ -173,7 +173,7 @@ export class AnswerView {
     this.figures.replaceChildren(...[message.figures && figuresNode(message.figures)].filter(Boolean));
   }
 
-  // What was said, once it is whole.
+  // Shows the speech when it is complete.
   showSound() {
     const files = this.message.attachments ?? [];
     if (files.length === this.sound.children.length) return;
@@ -202,13 +202,13 @@ export class AnswerView {
       : status === "waiting"
         ? " Asking again as soon as it answers."
         : "";
-    // The countdown is for the eye: read aloud each second, nothing else could be heard.
+    // The countdown is hidden from screen readers, which would read nothing else.
     this.error.setAttribute("role", status === "waiting" ? "group" : "alert");
     this.error.classList.toggle("waiting", status === "waiting");
     this.errorText.textContent = sentence(error.message) + wait;
   }
 
-  // What can be done about an error.
+  // Shows the buttons for an error.
   showRemedies(error) {
     if (this.shownError === error) return;
     this.shownError = error;

@@ -1,11 +1,11 @@
-// A sound recorded with the microphone.
+// Records a sound with the microphone.
 
 import { closeDevice, deviceProblem, openDevice } from "./devices.js";
 import { actions, button, openDialog } from "./dialogs.js";
 import { element } from "./dom.js";
 import { toInt16, wavBlob } from "./wav.js";
 
-const RATE = 16_000; // what models hear
+const RATE = 16_000; // the models' sample rate
 
 // Resolves to a File, or null if nothing was recorded.
 export async function recordSound() {
@@ -64,7 +64,7 @@ class Recording {
     this.timer = setInterval(() => onSecond((seconds += 1)), 1000);
   }
 
-  // What was said so far, as a WAV file: what browsers record in states no length, which the server asks for.
+  // Returns the recording so far as a WAV file: browsers' own formats have no length, which the server needs.
   async finish() {
     const stopped = new Promise((resolve) => this.recorder.addEventListener("stop", resolve, { once: true }));
     this.recorder.stop();
@@ -81,7 +81,7 @@ class Recording {
   }
 }
 
-// One channel of a sound: the mean of all.
+// Returns one channel, the mean of all.
 function mixed(sound) {
   const samples = new Float32Array(sound.length);
   for (let channel = 0; channel < sound.numberOfChannels; channel += 1) {

@@ -1,7 +1,7 @@
-// Draws what changes, at most once a frame. What takes long to draw is drawn less often: a long list or table is made
-// anew as a whole, and would take all of the browser's time.
+// Draws changes at most once per frame, and less often if drawing takes long: a long list or table is made again as a
+// whole, and would take all of the browser's time.
 
-const MAX_SHARE = 0.2; // of the time, once drawing takes longer than a frame may; painting comes on top
+const MAX_SHARE = 0.2; // of the time, if drawing takes longer than a frame; without painting
 const FRAME_MS = 16;
 
 export class Pace {

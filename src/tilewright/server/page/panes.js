@@ -1,4 +1,4 @@
-// What the page can do, each a pane: a class made with the app, with a `node` for the page and `show`, `focus` and `stop`.
+// The panes of the page: classes made with the app, with a `node` for the page and `show`, `focus` and `stop`.
 
 import { ChatPane } from "./chat_pane.js";
 import { PicturesPane } from "./pictures_pane.js";

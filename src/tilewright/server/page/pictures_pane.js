@@ -1,4 +1,4 @@
-// The pane that makes pictures: what is asked for, the one being made, and those that this browser keeps.
+// The pane that makes pictures: the form, the picture being made, and the gallery that this browser stores.
 
 import { button } from "./dialogs.js";
 import { element, icon, iconButton } from "./dom.js";
@@ -6,8 +6,8 @@ import { Drawing } from "./drawing.js";
 import { randomId } from "./ids.js";
 import { storageProblem } from "./store.js";
 
-const NUM_PREVIEWS = 3; // what the server gives at most
-const SIDES = [256, 512, 768, 1024]; // offered, as far as the model takes them
+const NUM_PREVIEWS = 3; // the server's limit
+const SIDES = [256, 512, 768, 1024]; // offered if the model supports them
 const MAX_ALT = 200;
 
 export class PicturesPane {
@@ -87,7 +87,7 @@ export class PicturesPane {
     this.draw.disabled = !this.drawing && (!this.prompt.value.trim() || !this.app.pictureModel());
   }
 
-  // What the form asks for, as the server takes it; null if something in it is wrong, which is told.
+  // Returns the body of the form's request; null, after telling the user, if the form is invalid.
   request() {
     const prompt = this.prompt.value.trim();
     const body = { model: this.app.pictureModel().id, prompt, stream: true, partial_images: NUM_PREVIEWS, progress: true };
@@ -124,7 +124,7 @@ export class PicturesPane {
     this.app.pictureMade();
   }
 
-  // Stops the picture under way; false if there is none.
+  // Stops the running picture; returns false if there is none.
   stop() {
     this.drawing?.stop();
     return Boolean(this.drawing);
@@ -143,7 +143,7 @@ export class PicturesPane {
     this.update();
   }
 
-  // Keeps a picture and shows it first.
+  // Stores a picture and shows it first.
   async keep({ blob, settings, timings }) {
     const { store } = this.app;
     const picture = { id: randomId(), createdAt: Date.now(), settings, seconds: timings?.total_s ?? null };
@@ -155,7 +155,7 @@ export class PicturesPane {
     this.gallery.prepend(this.view(picture));
   }
 
-  // Shows the pictures that are kept; also when another tab has changed them.
+  // Shows the stored pictures; also called when another tab has changed them.
   async load() {
     let pictures = [];
     try {
@@ -204,7 +204,7 @@ export class PicturesPane {
     else this.tell("This picture is no longer kept by the browser.");
   }
 
-  // Puts what made a picture into the form.
+  // Puts the settings of a picture into the form.
   reuse({ prompt, width, height, num_steps: numSteps, seed }) {
     this.prompt.value = prompt;
     this.size.input.value = `${width}x${height}`;

@@ -1,9 +1,9 @@
-// Files shown small: in the question being written with a button that takes them out, in the conversation without.
+// Shows small previews of files: in the editor with a button that removes them, in the conversation without.
 
 import { KINDS } from "./attachments.js";
 import { element, icon, iconButton } from "./dom.js";
 
-// A node for one file; it is filled when the file has been read.
+// Returns a node for one file, which is filled when the file is read.
 export function previewNode(attachment, store, onRemove = null) {
   const node = element("div", { class: `preview ${attachment.kind}` });
   store.url(attachment.id).then((url) => {
@@ -13,7 +13,7 @@ export function previewNode(attachment, store, onRemove = null) {
     }
     const shown = KINDS[attachment.kind].preview(url, attachment.name);
     shown.controls = !onRemove || attachment.kind === "audio"; // there is nothing to see of a sound but these
-    // A kind of file that this browser cannot show, but the server perhaps can read.
+    // This browser cannot show the file, but the server may be able to read it.
     shown.addEventListener("error", () => shown.replaceWith(named(attachment.name)));
     node.prepend(shown);
   });
@@ -21,7 +21,7 @@ export function previewNode(attachment, store, onRemove = null) {
   return node;
 }
 
-// A node for a file that is still being read.
+// Returns a node for a file that is still being read.
 export function unreadNode(name) {
   return element("div", { class: "preview unread", role: "status" }, named(`Reading ${name || "a file"}…`));
 }

@@ -1,4 +1,4 @@
-// Follows a growing text, until the reader scrolls up.
+// Follows a growing text until the reader scrolls up.
 
 const NEAR = 48; // pixels from the end that count as at the end
 
@@ -19,7 +19,7 @@ export class Scroller {
     return this.node.scrollHeight - this.node.clientHeight - this.node.scrollTop;
   }
 
-  // Only moving up lets go: the text may grow between our own scrolling and its event.
+  // Only moving up stops following: the text may grow between automatic scrolling and its event.
   scrolled() {
     if (this.distance < NEAR) this.isPinned = true;
     else if (this.node.scrollTop < this.lastTop - 1) this.isPinned = false;

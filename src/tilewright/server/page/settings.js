@@ -1,11 +1,11 @@
-// How answers are sampled: fields that may be empty, which means the server's default. Kept in localStorage.
+// The sampling settings; an empty field means the server's default. Stored in localStorage.
 
 import { actions, button, openDialog } from "./dialogs.js";
 import { element } from "./dom.js";
 import { lastingValues } from "./small_values.js";
 
 const KEY = "tilewright-settings";
-const MAX_STOPS = 32; // and the characters of one: what the server takes
+const MAX_STOPS = 32; // and the characters of one: the server's limits
 const MAX_STOP_LENGTH = 1024;
 
 const between = (low, high) => (value) => (value >= low && value <= high ? null : `expected ${low} to ${high}`);
@@ -19,7 +19,7 @@ function checkStops(stops) {
     : `expected at most ${MAX_STOPS} lines of ${MAX_STOP_LENGTH} characters`;
 }
 
-// Of each field: its label and input, and its value for the request.
+// The label, input and request value of each field.
 const FIELDS = [
   {
     name: "system",
@@ -67,7 +67,7 @@ const FIELDS = [
   },
 ];
 
-// What was written into the fields, by name.
+// Returns the texts of the fields, by name.
 function written() {
   try {
     return JSON.parse(lastingValues.get(KEY)) ?? {};
@@ -76,7 +76,7 @@ function written() {
   }
 }
 
-// The fields that were filled in, as the request takes them; `system` is the system prompt.
+// Returns the request's fields that are filled in; `system` is the system prompt.
 export function currentSettings() {
   const texts = written();
   const filled = FIELDS.filter(({ name }) => texts[name]?.trim());
@@ -152,7 +152,7 @@ class FieldRow {
     this.check();
   }
 
-  // Whether what is written can be sent; if not, the row says why.
+  // Returns whether the text is valid; if not, the row shows the reason.
   check() {
     const { field, input } = this;
     const text = input.value.trim();

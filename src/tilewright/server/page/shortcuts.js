@@ -1,4 +1,4 @@
-// Keys that work anywhere on the page, and the list of them all.
+// Keyboard shortcuts of the whole page, and their list.
 
 import { openDialog } from "./dialogs.js";
 import { element } from "./dom.js";

@@ -1,4 +1,4 @@
-// The list of conversations, and what is done with them.
+// The list of conversations, with their actions.
 
 import { askDialog, confirmDialog } from "./dialogs.js";
 import { byId, element, icon, iconButton } from "./dom.js";
@@ -12,7 +12,7 @@ export class Sidebar {
     this.node = byId("sidebar");
     this.stage = byId("stage");
     this.list = element("ul", { class: "conversations" });
-    this.rows = new Map(); // by the conversation's id
+    this.rows = new Map(); // by conversation id
     this.deleteAll = element(
       "button",
       { type: "button", class: "quiet row", onclick: () => this.askDeleteAll() },
@@ -63,7 +63,7 @@ export class Sidebar {
     this.toggle(false);
   }
 
-  // On a narrow screen it lies over the rest, which cannot be used meanwhile; on a wide one it stays.
+  // On a narrow screen the sidebar covers the page, which cannot be used meanwhile; on a wide one it stays.
   toggle(isOpen = !this.isOpen) {
     const had = this.isOpen;
     this.isOpen = isOpen && this.narrow.matches;
@@ -75,12 +75,12 @@ export class Sidebar {
     else if (had) byId("menu").focus();
   }
 
-  // Offers to change the API key, where the server wants one.
+  // Offers to change the API key if the server needs one.
   showKey(isWanted) {
     this.key.hidden = !isWanted;
   }
 
-  // Shows what there is to do here, and which of it is done now: "chat" or "pictures".
+  // Shows the available panes and the current one: "chat" or "pictures".
   showPanes({ canChat, canDraw, current }) {
     this.create.hidden = !canChat;
     this.pictures.hidden = !canDraw;
@@ -89,7 +89,7 @@ export class Sidebar {
     else this.pictures.removeAttribute("aria-current");
   }
 
-  // Shows { id, title } of conversations. Rows that are there stay: one may have the focus, or be under a finger.
+  // Shows { id, title } of conversations. Existing rows are kept: one may have the focus, or be under a finger.
   show(conversations, currentId) {
     const focused = document.activeElement;
     const ids = new Set(conversations.map(({ id }) => id));
@@ -107,7 +107,7 @@ export class Sidebar {
       else this.list.insertBefore(row.node, next);
     }
     this.deleteAll.hidden = !conversations.length;
-    // A row that moved has lost it.
+    // A row that moved has lost the focus.
     if (this.list.contains(focused) && focused !== document.activeElement) focused.focus({ preventScroll: true });
   }
 

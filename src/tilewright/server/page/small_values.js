@@ -1,11 +1,11 @@
-// Small values by name, kept by the browser; where it keeps nothing for this page, in memory until a reload.
+// Stores small values by name in the browser, or in memory until a reload if the browser stores nothing.
 
 class SmallValues {
-  // `area` gives the browser's storage, or throws where that is blocked.
+  // `area` returns the browser's storage, or throws if it is blocked.
   constructor(area) {
     this.area = area;
     this.memory = new Map();
-    this.isKept = true; // false once the browser refused
+    this.isKept = true; // false after the browser has refused
   }
 
   get(name) {

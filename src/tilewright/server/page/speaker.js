@@ -1,10 +1,10 @@
-// The sound of one answer: played as it comes, and kept as a file.
+// The sound of one answer: played as it arrives, and collected as a file.
 
 import { randomId } from "./ids.js";
 import { wavBlob } from "./wav.js";
 
-const RATE = 24_000; // of the samples that come
-const LEAD_S = 0.15; // before the first piece, so that the next ones are there in time
+const RATE = 24_000; // sample rate of the server
+const LEAD_S = 0.15; // before the first piece, so that the next ones arrive in time
 
 export class Speaker {
   constructor() {
@@ -12,7 +12,7 @@ export class Speaker {
     this.reset();
   }
 
-  // Forgets what came: the answer begins anew.
+  // Drops all samples: the answer starts again.
   reset() {
     this.stop();
     this.isSilent = false;
@@ -20,7 +20,7 @@ export class Speaker {
     this.endsAt = 0; // by the context's clock
   }
 
-  // The next samples, base64 of 16-bit ones.
+  // Appends 16-bit samples, in base64.
   add(data) {
     const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
     const samples = new Int16Array(bytes.buffer);
@@ -41,14 +41,14 @@ export class Speaker {
     this.endsAt = startsAt + buffer.duration;
   }
 
-  // Silence, at once and from now on.
+  // Stops playing, now and for later samples.
   stop() {
     this.isSilent = true;
     this.context?.close();
     this.context = null;
   }
 
-  // { attachment, blob } of all that came; null if nothing did.
+  // Returns { attachment, blob } of all samples; null if there are none.
   file() {
     if (!this.pieces.length) return null;
     const whole = new Int16Array(this.pieces.reduce((sum, piece) => sum + piece.length, 0));

@@ -1,5 +1,5 @@
-// What the browser keeps: conversations, their titles, their files, drafts, and pictures that were made. Several tabs may have the same one open:
-// each writes what it changed, and leaves what others did.
+// The browser's storage of conversations, titles, files, drafts and generated pictures. Several tabs may have the same
+// conversation open: each writes only its own changes.
 
 import { attachmentsOf, mergedMessages, titleRow } from "./conversation.js";
 import { DiskTables, MemoryTables, OlderPageOpen, TABLE_NAMES } from "./tables.js";
@@ -7,20 +7,20 @@ import { DiskTables, MemoryTables, OlderPageOpen, TABLE_NAMES } from "./tables.j
 const NAME = "tilewright";
 
 export class Store {
-  // `problem` says why nothing outlives this visit; null where it does.
+  // `problem` is the reason why data is lost after this visit; null if it is stored.
   constructor(tables, problem = null) {
     this.tables = tables;
     this.problem = problem;
-    this.turn = Promise.resolve(); // of the last one that changes conversations: one after another
-    this.bases = new WeakMap(); // conversation -> ids of its messages that were kept, when this tab last read or wrote it
-    this.own = new WeakSet(); // messages that were made in this tab, and change here alone
-    this.unkept = new Map(); // conversations that could not be kept, by id: they live as long as this visit
-    this.files = new Map(); // of this visit: what does not fit the disk can still be sent
+    this.turn = Promise.resolve(); // of the last change of conversations, which run one after another
+    this.bases = new WeakMap(); // conversation -> ids of its stored messages when this tab last read or wrote it
+    this.own = new WeakSet(); // messages made in this tab, which only this tab changes
+    this.unkept = new Map(); // conversations that could not be stored, by id: kept for this visit
+    this.files = new Map(); // of this visit: a file that does not fit on disk can still be sent
     this.urls = new Map(); // of these files, for showing them
     this.channel = openChannel();
   }
 
-  // A store that lasts; where the browser keeps nothing, one for this visit.
+  // Opens a persistent store, or one for this visit if the browser stores nothing.
   static async open() {
     try {
       return new Store(await DiskTables.open(NAME));
@@ -43,13 +43,13 @@ export class Store {
     return result;
   }
 
-  // Messages to other tabs: { id, change }, where change is "asked", "changed" or "deleted" and no id means all; or
-  // "pictures", where the gallery changed.
+  // Sends { id, change } to other tabs: "asked", "changed" or "deleted" of a conversation (no id: all), or "pictures"
+  // for a change of the gallery.
   tell(change, id = null) {
     this.channel.postMessage({ id, change });
   }
 
-  // [{ id, title, changedAt }] of all conversations, the one changed last first.
+  // Resolves to [{ id, title, changedAt }] of all conversations, the latest change first.
   async titles() {
     const kept = await this.read("titles", (table) => table.getAll());
     const all = new Map(kept.map((row) => [row.id, row]));
@@ -57,7 +57,7 @@ export class Store {
     return [...all.values()].sort((one, other) => other.changedAt - one.changedAt);
   }
 
-  // A conversation, undefined if there is none.
+  // Resolves to a conversation, undefined if there is none.
   async conversation(id) {
     if (this.unkept.has(id)) return this.unkept.get(id);
     const conversation = await this.read("conversations", (table) => table.get(id));
@@ -65,22 +65,22 @@ export class Store {
     return conversation;
   }
 
-  // Notes that a conversation in memory has the messages that are stored.
+  // Records that a conversation in memory has the stored messages.
   adopted(conversation) {
     this.bases.set(conversation, idsOf(conversation.messages));
   }
 
-  // Notes that a message which was kept before changes here from now on.
+  // Records that this tab changes a stored message from now on.
   takeOver(message) {
     this.own.add(message);
   }
 
-  // Keeps a conversation as it is when its turn comes. Resolves to the messages that are kept then, those of other tabs
-  // among them; null if another tab deleted it.
+  // Stores a conversation in its state when its turn comes. Resolves to the stored messages, those of other tabs
+  // included; null if another tab deleted it.
   keep(conversation) {
     return this.inTurn(async () => {
       const base = this.bases.get(conversation);
-      const mine = [...conversation.messages]; // there may be more when this is written
+      const mine = [...conversation.messages]; // more may be added before this is written
       for (const message of mine) if (!base?.has(message.id)) this.own.add(message);
       try {
         const messages = await this.tables.within(["conversations", "titles"], "readwrite", (conversations, titles) =>
@@ -163,7 +163,7 @@ export class Store {
     return this.files.get(id);
   }
 
-  // An address that shows a file; null if it is not kept.
+  // Resolves to a URL of a file; null if it is not stored.
   async url(id) {
     if (!this.urls.has(id)) {
       const blob = await this.file(id);
@@ -186,7 +186,7 @@ export class Store {
     this.urls.delete(id);
   }
 
-  // The pictures that were made here, the latest first: { id, createdAt, settings, seconds }; `file(id)` has its bytes.
+  // Resolves to the stored pictures, the latest first: { id, createdAt, settings, seconds }; `file(id)` has the bytes.
   async pictures() {
     const kept = await this.read("pictures", (table) => table.getAll());
     return kept.sort((one, other) => other.createdAt - one.createdAt);
@@ -210,7 +210,7 @@ export class Store {
     this.tell("pictures");
   }
 
-  // What is half written for a conversation, undefined if nothing is.
+  // Resolves to the draft of a conversation, undefined if there is none.
   draft(id) {
     return this.read("drafts", (table) => table.get(id));
   }
@@ -225,7 +225,7 @@ function idsOf(messages) {
   return new Set(messages.map(({ id }) => id));
 }
 
-// To the other tabs; to none if the browser stores nothing.
+// Opens a channel to other tabs; to none if the browser stores nothing.
 function openChannel() {
   try {
     return new BroadcastChannel(NAME);
@@ -234,7 +234,7 @@ function openChannel() {
   }
 }
 
-// What went wrong with keeping something, in plain words.
+// Returns an error of storing in plain words.
 export function storageProblem(error) {
   if (error?.name === "QuotaExceededError") {
     return (

@@ -1,14 +1,14 @@
-// Tables in the browser's IndexedDB, or in memory where it keeps nothing.
+// Tables in the browser's IndexedDB, or in memory if it stores nothing.
 
 import { titleRow } from "./conversation.js";
 
 const VERSION = 3;
 const TABLES = {
   conversations: { keyPath: "id" },
-  titles: { keyPath: "id" }, // what the list shows: to be read without the texts
+  titles: { keyPath: "id" }, // rows of the list, read without the texts
   drafts: { keyPath: "id" },
   files: {},
-  pictures: { keyPath: "id" }, // that were made here: what made them; their files are among the files
+  pictures: { keyPath: "id" }, // settings of generated pictures; the bytes are in the files table
 };
 
 export const TABLE_NAMES = Object.keys(TABLES);
@@ -90,7 +90,7 @@ export class DiskTables {
     return new DiskTables(await Promise.race([promised(request), blocked]));
   }
 
-  // Runs `use` on tables; all that it writes is kept, or nothing is. Resolves to what it gives, when that is so.
+  // Runs `use` on tables in one transaction; resolves to its result when all writes are stored.
   async within(names, mode, use) {
     const transaction = this.database.transaction(names, mode);
     const done = new Promise((resolve, reject) => {
@@ -113,7 +113,7 @@ function abort(transaction) {
   try {
     transaction.abort();
   } catch {
-    // It has ended by itself.
+    // The transaction has already ended.
   }
 }
 
@@ -132,7 +132,7 @@ function upgrade(request, oldVersion) {
   };
 }
 
-// What stands in where the browser keeps nothing, as some do in private windows.
+// Tables in memory, for browsers that store nothing, as in some private windows.
 export class MemoryTables {
   constructor() {
     this.tables = Object.fromEntries(TABLE_NAMES.map((name) => [name, new MemoryTable(TABLES[name])]));

@@ -1,4 +1,4 @@
-// Light, dark, or as the system says.
+// Switches between light, dark and the system's theme.
 
 import { element, icon } from "./dom.js";
 import { lastingValues } from "./small_values.js";

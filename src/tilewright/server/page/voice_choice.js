@@ -1,4 +1,4 @@
-// Which voice speaks the answers, if any: a choice that is there for models that speak. Kept in localStorage.
+// The choice of the voice that speaks answers, if any, for models that speak. Stored in localStorage.
 
 import { element } from "./dom.js";
 import { lastingValues } from "./small_values.js";
@@ -13,7 +13,7 @@ export class VoiceChoice {
     this.node.addEventListener("change", () => lastingValues.set(KEY, this.node.value));
   }
 
-  // The voice that speaks the next answer, null if none does.
+  // The voice of the next answer; null for text only.
   get voice() {
     return this.voices.includes(this.node.value) ? this.node.value : null;
   }

@@ -1,8 +1,8 @@
-// Samples as a WAV file.
+// Makes WAV files.
 
 const HEADER_BYTES = 44;
 
-// A Blob of mono 16-bit samples (an Int16Array), `rate` of them a second.
+// Returns a WAV Blob of mono 16-bit samples (an Int16Array), `rate` per second.
 export function wavBlob(samples, rate) {
   const header = new DataView(new ArrayBuffer(HEADER_BYTES));
   const text = (offset, letters) => [...letters].forEach((one, i) => header.setUint8(offset + i, one.charCodeAt(0)));
@@ -21,7 +21,7 @@ export function wavBlob(samples, rate) {
   return new Blob([header, samples], { type: "audio/wav" });
 }
 
-// Samples in [-1, 1] as 16-bit ones.
+// Converts samples in [-1, 1] to 16 bits.
 export function toInt16(samples) {
   return Int16Array.from(samples, (one) => Math.round(Math.max(-1, Math.min(1, one)) * 32767));
 }

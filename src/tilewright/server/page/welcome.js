@@ -1,4 +1,4 @@
-// What an empty conversation shows: which model answers, what it takes, and something to begin with.
+// The welcome of an empty conversation: the model, the kinds of files it accepts, and example questions.
 
 import { kindsOf, nounsOf } from "./attachments.js";
 import { element, icon } from "./dom.js";
@@ -11,7 +11,7 @@ const EXAMPLES = [
   { verb: "Write", text: "Write a haiku about rain on a tin roof." },
   { verb: "Compare", text: "Compare tea and coffee in a small table." },
 ];
-// It knows drawings and next to nothing else, so most of what it is asked is about one.
+// The embedded model knows little but drawings, so most examples are about one.
 const EMBEDDED_EXAMPLES = [
   { verb: "Count", text: "How many shapes are there?", files: sampleFiles },
   { verb: "Read", text: "What does it say?", files: sampleFiles },
