@@ -12,7 +12,7 @@ TILEWRIGHT_TABLE(activation, ActivationKernels)
 
 namespace {
 
-// Spans rather than rows are handed out: a decode step has one wide row, a flattened tensor one endless one.
+// Tasks are spans rather than rows: a decode step has one wide row, a flattened tensor one very long one.
 constexpr int64_t kSpan = 8192;
 
 template <class Kernel>

@@ -29,7 +29,7 @@ inline void with_type(DType dtype, Fn fn) {
   return dtype == DType::f32 ? fn(float{}) : fn(bf16{});
 }
 
-// Asked for this far ahead: the hardware's own look-ahead ends at a page of 4 KB.
+// Prefetch distance: the hardware's own prefetcher stops at a page of 4 KB.
 constexpr int64_t kAheadBytes = 4096;
 
 template <class T, class Count>

@@ -72,8 +72,8 @@ TEST(elementwise_matches_plain_loops) {
   });
 }
 
-// What no cache holds is written past the caches (base/stream.h): the same bits as of 64 rows at a time. Of odd widths
-// most rows lack the alignment that such stores need.
+// Outputs too large for the caches are written past them (base/stream.h): the same bits as 64 rows at a time. With odd
+// widths most rows lack the alignment that such stores need.
 template <class T>
 void check_streamed(int64_t width, void (*op)(const ElementwiseArgs&)) {
   const int64_t rows = (num_threads() * kCoreCacheBytes) / (width * static_cast<int64_t>(sizeof(T))) + 2;
@@ -186,7 +186,7 @@ void check_snake(int64_t width, Edge edge) {
       std::vector<double> expected;
       for (int64_t i = 0; i < width; ++i) {
         const float value = to_float(x[item * x_item + row * stride + i]);
-        // The angle as fp32 rounds it: a part in 2^24 of a hundred is no small one of a wave.
+        // The angle as rounded to fp32: an error of 2^-24 of a hundred is large for a wave.
         const double wave = std::sin(static_cast<double>(value * scale[i]));
         expected.push_back(value + wave * wave * share[i]);
       }

@@ -15,7 +15,7 @@
 
 namespace tilewright {
 
-// Row t / share belongs to token t; nothing where there are no rows.
+// Row t / share belongs to token t; no effect without rows.
 struct Modulation {
   Rows rows;
   int64_t share = 1;

@@ -9,7 +9,7 @@
 namespace tilewright {
 namespace {
 
-// A row of either type, or `otherwise` where there is none: a branch that always goes the same way beside the load.
+// A row of either type, or `otherwise` without one: a perfectly predicted branch beside the load.
 struct Operand {
   const void* data;
   DType dtype;

@@ -1,4 +1,4 @@
-// Vec before what is written in terms of it.
+// Vec before the headers written in terms of it.
 #include "base/vec/avx512.h"
 
 #include "base/dot.h"
@@ -32,7 +32,7 @@ struct Products<bf16> {
     const LeftTiles left = LeftTiles::row_major(a, lda);
     for (int j = 0; j < column_tiles; j += 2) {
       auto tile = [&](int d, int k) { return tile_at(d, j + k); };
-      // Two steps on, or the same depth of the next columns.
+      // Two steps ahead, or the same depth of the next columns.
       auto fetch = [&](int d, int k) {
         if (d + 2 < depth_tiles)
           prefetch_tile(tile_at(d + 2, j + k));

@@ -13,11 +13,11 @@ TILEWRIGHT_TABLE(attention, AttentionKernels)
 
 namespace {
 
-// Blocks of keys one item takes when a sequence's keys are shared among items: 1,024 tokens, half a megabyte of a
-// 128-wide head, long enough to stream and short enough to balance.
+// Blocks of keys per item if a sequence's keys are split among items: 1,024 tokens, half a megabyte of a 128-wide head,
+// long enough to stream and short enough to balance.
 constexpr int kBlocksPerItem = 2;
 
-// The blocks that any of rows [row_begin, row_begin + rows) sees: rows further on see later keys.
+// Returns the blocks that any of rows [row_begin, row_begin + rows) sees: later rows see later keys.
 std::pair<int32_t, int32_t> blocks_seen(const AttentionArgs& args, int64_t sequence, int64_t row_begin, int64_t rows) {
   const int64_t keys = args.kv_lengths[sequence];
   const int64_t offset = keys - (args.query_starts[sequence + 1] - args.query_starts[sequence]);
@@ -83,7 +83,7 @@ void share_blocks(Plan& plan, float* partials) {
   }
 }
 
-// Runs items of a plan, neighbours of one sequence and head together where that leaves each thread some turns.
+// Runs items of a plan, adjacent ones of a sequence and head together as long as each thread gets some turns.
 void run_plan(const AttentionKernels& kernels, const AttentionArgs& args, std::vector<AttentionItem>& items) {
   std::stable_sort(items.begin(), items.end(), [](const AttentionItem& a, const AttentionItem& b) {
     return std::pair(a.sequence, a.head) < std::pair(b.sequence, b.head);
@@ -134,7 +134,7 @@ void varlen_attention(const VarlenArgs& args) {
     most_pages = std::max(most_pages, ceil_div(lengths[b], kKeyBlock));
     num_pages += ceil_div(lengths[b], kKeyBlock);
   }
-  // The pages of all sequences one after the other.
+  // The page tables of all sequences, concatenated.
   std::vector<int32_t> table(num_sequences * most_pages);
   std::vector<TokenPiece> pieces;
   int64_t page = 0;
@@ -172,7 +172,7 @@ void varlen_attention(const VarlenArgs& args) {
   attention.block_table_stride = most_pages;
   attention.kv_lengths = lengths.data();
   const Plan plan = plan_items(attention);
-  // A sequence of few queries and many keys is not shared here: the pages already hold the scratch.
+  // A sequence of few queries and many keys is not split here: the pages already occupy the scratch memory.
   std::vector<AttentionItem> items = plan.items;
   items.insert(items.end(), plan.merges.begin(), plan.merges.end());
   run_plan(kernels, attention, items);

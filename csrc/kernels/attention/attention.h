@@ -10,11 +10,11 @@
 //   soft_cap  > 0: scores become cap * tanh(score / cap) before the mask
 //   mask      variable-length only: bool (true = see) or additive, [B or 1, H or 1, Sq or 1, Sk]
 //
-// Keys are taken in blocks of kKeyBlock at fixed places. A block gives a partial (maximum, sum, output), and partials
-// are merged in order: a decode step split over threads gives the same bits as one thread, and as the prefill would.
+// Keys are processed in blocks of kKeyBlock at fixed places. A block gives a partial (maximum, sum, output), and
+// partials are merged in order: a decode step split over threads gives the same bits as one thread, and as a prefill.
 //
 // Keys and values in 8 bits (base/kv_bytes.h) become tiles of bf16 in the cache, a few at a time, right before they are
-// multiplied: the result has the bits of a bf16 cache that holds what they stand for.
+// multiplied: the result has the bits of a bf16 cache with the decoded values.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ struct AttentionMask {
   int64_t sequence_stride = 0, head_stride = 0, query_stride = 0;  // in elements, 0 where broadcast
 };
 
-// Keys and values in fp16 are what these multiply.
+// Factors of keys and values stored in fp16.
 struct HeadScales {
   float keys = 1.0f, values = 1.0f;
 };
@@ -42,7 +42,7 @@ struct HeadScales {
 struct AttentionArgs {
   Heads q, out;  // [T, H, K], of one type
   const void* pages;
-  DType kv_dtype;                           // of pages whose layout has no format of its own
+  DType kv_dtype;                           // of pages whose layout has no 8-bit format
   const HeadScales* head_scales = nullptr;  // [B, kv heads] of pages in fp16, which only varlen_attention makes
   KvLayout layout;
   const int32_t* block_table;  // [B, pages per sequence]
@@ -64,9 +64,9 @@ struct AttentionArgs {
 
 void paged_attention(const AttentionArgs& args);
 
-// Variable-length attention: keys and values packed like q, pages made on the way, in fp16 where a level multiplies
-// that faster than bf16. A paged cache stays as it is: a decode step would have to turn into fp16 all that it reads,
-// and a prefill gives the same bits.
+// Variable-length attention: keys and values are packed like q, and pages are made on the way, in fp16 if a level
+// multiplies that faster than bf16. A paged cache is not converted: a decode step would have to convert all that it
+// reads, and a prefill gives the same bits.
 struct VarlenArgs {
   AttentionArgs attention;    // pages, block_table, kv_lengths are filled in by the kernel; layout.page_size too
   Heads k, v;                 // [T, G, K]
@@ -75,37 +75,37 @@ struct VarlenArgs {
 
 void varlen_attention(const VarlenArgs& args);
 
-// Tokens that become tiles together: 32 of one sequence, or the fewer that are left.
+// Tokens that become tiles together: 32 of one sequence, or fewer at its end.
 struct TokenPiece {
   int64_t sequence, token, count;  // token: of all sequences
-  int64_t page, in_page;           // where they go
+  int64_t page, in_page;           // their destination
 };
 
-// A share of the work: some rows of one sequence against some blocks of one kv head.
+// A unit of work: some rows of one sequence against some blocks of one kv head.
 struct AttentionItem {
   int32_t sequence, head;
   int32_t row_begin, rows;
   int32_t block_begin, block_end;
-  float* partials;  // one per block when the keys of these rows are shared among items, else null: finish here
+  float* partials;  // one per block if the keys of these rows are split among items, else null: finish here
 };
 
 TILEWRIGHT_INLINE constexpr int64_t partial_floats(int64_t rows, const KvLayout& layout) {
   return rows * (layout.value_column_tiles() * kTileColumns + 2);
 }
 
-// Items of one sequence and head that a thread may take together: keys and values of 6,432 patches are 1.6 MB a head,
-// and four share each block of them on its way from beyond L2. Eight gain no more.
+// Items of one sequence and head that a thread may process together: keys and values of 6,432 patches are 1.6 MB a
+// head, and four items share each block of them on its way from beyond L2. Eight gain no more.
 inline constexpr int kItemsAtOnce = 4;
 
 struct AttentionKernels {
-  // Up to kItemsAtOnce of one sequence and head, of kQueryRows rows each if more than one.
+  // Runs up to kItemsAtOnce items of one sequence and head, of kQueryRows rows each if more than one.
   void (*run)(const AttentionArgs& args, const AttentionItem* items, int count);
   // Merges the partials of blocks [block_begin, block_end) and writes the rows.
   void (*merge)(const AttentionArgs& args, const AttentionItem& item);
-  // Lays tokens of one head out as tiles, padded with zeros.
+  // Packs tokens of one head as tiles, padded with zeros.
   void (*pack_keys)(const VarlenArgs& args, const TokenPiece& piece, int64_t head, void* tiles);
   void (*pack_values)(const VarlenArgs& args, const TokenPiece& piece, int64_t head, void* tiles);
-  // Of a head whose tiles are fp16; null: tiles are of the type that keys and values came in.
+  // Returns the scales of a head whose tiles are fp16; null: tiles have the type of the keys and values.
   HeadScales (*scale_head)(const VarlenArgs& args, int64_t sequence, int64_t head) = nullptr;
 };
 

@@ -1,4 +1,4 @@
-// Where the keys and values of a block lie in the pages.
+// Locates the keys and values of a block in the pages.
 #pragma once
 
 #include <type_traits>
@@ -10,7 +10,7 @@
 namespace tilewright {
 namespace {
 
-// The tiles of a block of keys, found through the block table once per block. T: the type of the pages.
+// The tiles of a block of keys, located through the block table once per block. T: the type of the pages.
 template <class T>
 struct BlockTiles {
   static constexpr bool kBytes = std::is_same_v<T, KvByte>;
@@ -18,10 +18,10 @@ struct BlockTiles {
   const T* values[kKeyBlock / kTileDepth];
   const T* scales[kBytes ? kKeyBlock / kTileDepth : 1];  // of the keys of 32 tokens
   int keys_present;                                      // tokens of the block that exist
-  int num_columns;                                       // those that some row sees, up to whole value tiles
+  int num_columns;                                       // those that some row sees, rounded up to whole value tiles
 
   BlockTiles() = default;
-  // No row sees keys from `seen_end` on: under a causal mask that spares half of the last block.
+  // No row sees keys from `seen_end` on: with a causal mask that skips half of the last block.
   BlockTiles(const AttentionArgs& args, const AttentionItem& item, int64_t block, int64_t seen_end, T* last_values) {
     const KvLayout& layout = args.layout;
     const int64_t begin = block * kKeyBlock;
@@ -49,21 +49,21 @@ struct BlockTiles {
   // The scales of 32 tokens of the block, from `token` on.
   void key_scales(int token, float* to) const { __builtin_memcpy(to, scales[token / kTileDepth], 4 * kTileDepth); }
 
-  // The same of values; tokens that do not exist yet have a scale of 0 and finite bytes.
+  // Scales of the values; tokens that do not exist yet have a scale of 0 and finite bytes.
   void value_scales(int token, int64_t page_size, float* to) const {
     __builtin_memcpy(to, scales[token / kTileDepth] + 4 * page_size, 4 * kTileDepth);
     for (int i = 0; i < kTileDepth; ++i)
       if (token + i >= keys_present) to[i] = 0.0f;
   }
 
-  // Values of tokens that do not exist yet may be anything, NaN too, and 0 * NaN is NaN: the last, partly filled row of
-  // value tiles is used from a copy with zeros in their place.
+  // Values of tokens that do not exist yet may be anything, also NaN, and 0 * NaN is NaN: the last, partly filled row
+  // of value tiles is read from a copy with zeros in their place.
   void clear_missing(const KvLayout& layout, T* copy) {
     const int last = num_columns / kTileDepth - 1;
     const int present = keys_present % kTileDepth;
     const int64_t elements = layout.value_column_tiles() * kTileElements;
     __builtin_memcpy(copy, values[last], elements * sizeof(T));
-    // A row of a tile has two depths. Of one that is half there the other half is cleared, and all rows after it.
+    // A tile row has two depths. If only the first exists the second is cleared, and all rows after it.
     const int first_empty = static_cast<int>(round_up(present, 2));
     const int64_t kept = tile_offset<T>(first_empty, 0);
     for (int64_t tile = 0; tile < elements; tile += kTileElements) {

@@ -25,7 +25,7 @@ namespace {
 // Rows of scores are a cache line more than a block apart: at 2 KB apart, 32 rows would share two sets of the L1 cache.
 inline constexpr int kScoreStride = kKeyBlock + 16;
 
-// Working memory, carved out of the thread's scratch: what a block needs, and what each of the items at hand keeps.
+// Working memory within the thread's scratch: what a block needs, and what each of the current items keeps.
 template <class T>
 struct Workspace {
   using Left = typename Products<T>::Left;
@@ -33,7 +33,7 @@ struct Workspace {
   float* scores[2];                // [kQueryRows, kScoreStride] of this block and the next; weights take their place
   float* block_output;             // [kQueryRows, value_width]
   T* last_values;                  // one row of value tiles, for the tokens that do not fill a tile
-  T* decoded;                      // tiles of keys or values that were bytes
+  T* decoded;                      // tiles of keys or values decoded from bytes
   Left* queries;                   // [kQueryRows, key_depth]
   float* output;                   // [kQueryRows, value_width]
 
@@ -51,14 +51,14 @@ struct Workspace {
     output = reinterpret_cast<float*>(take(kQueryRows * value_width * 4));
   }
 
-  // What `num_items` items need together.
+  // Bytes for `num_items` items.
   static int64_t bytes(const KvLayout& layout, int num_items) {
     const int64_t width = layout.value_column_tiles() * kTileColumns;
     return kQueryRows * (kScoreStride * 8 + width * 4) + kTileDepth * width * 4 + decoded_bytes(layout) +
            num_items * own_bytes(layout);
   }
 
-  // Keys of 32 tokens, or two columns of value tiles of a whole block.
+  // Bytes for keys of 32 tokens, or two columns of value tiles of a whole block.
   static int64_t decoded_bytes(const KvLayout& layout) {
     if (layout.format == KvFormat::same) return 0;
     const int64_t key_tiles = 2 * layout.key_depth_tiles(), value_tiles = 2 * kKeyBlock / kTileDepth;
@@ -69,16 +69,16 @@ struct Workspace {
     return kQueryRows * 4 * (layout.key_depth_tiles() * kTileDepth + layout.value_column_tiles() * kTileColumns);
   }
 
-  // Softmax weights, of Left, lie in the scores they came from, at the stride of the scores.
+  // Softmax weights, of type Left, overwrite their scores, at the stride of the scores.
   static constexpr int64_t kWeightStride = kScoreStride * sizeof(float) / sizeof(Left);
 };
 
-// Where a row's query and output are.
+// Token and head of a row's query and output.
 struct RowPlace {
   int64_t token, head;  // token within its sequence
 };
 
-// fn(row, place) for each row of an item. Counting on is cheaper than a division per row and product.
+// fn(row, place) for each row of an item. Counting up is cheaper than a division per row and product.
 template <class Fn>
 inline void for_each_row(const AttentionArgs& args, const AttentionItem& item, Fn fn) {
   const int64_t group = args.group();
@@ -89,7 +89,7 @@ inline void for_each_row(const AttentionArgs& args, const AttentionItem& item, F
   }
 }
 
-// A query times `sign` as a left operand [depth], with zeros behind it. Returns what its products are multiplied by.
+// Stores a query times `sign` as a left operand [depth], padded with zeros. Returns the factor of its products.
 template <class TQ, class Left>
 inline float load_query(const TQ* q, int64_t width, int64_t depth, float sign, Left* to) {
   const Vec signs = Vec::set1(sign);
@@ -99,12 +99,12 @@ inline float load_query(const TQ* q, int64_t width, int64_t depth, float sign, L
   return 1.0f;
 }
 
-// scales [rows]: what a row's raw products are multiplied by to be exponents of 2.
+// scales [rows]: factors that turn a row's raw products into exponents of 2.
 template <class TQ, class Left>
 void load_queries_as(const AttentionArgs& args, const AttentionItem& item, Left* queries, int64_t depth,
                      float* scales) {
   const int64_t first = args.query_starts[item.sequence];
-  // The softmax takes the maximum of raw products, so a negative scale changes the sign here.
+  // The softmax computes the maximum of raw products, so a negative scale flips the sign here.
   const float sign = args.scale < 0 ? -1.0f : 1.0f;
   const float scale = sign * args.scale * kLog2E * args.scales(item.sequence, item.head).keys;
   for_each_row(args, item, [&](int row, const RowPlace& place) {
@@ -115,7 +115,7 @@ void load_queries_as(const AttentionArgs& args, const AttentionItem& item, Left*
 
 template <class Left>
 void load_queries(const AttentionArgs& args, const AttentionItem& item, Left* queries, int64_t depth, float* scales) {
-  if constexpr (!std::is_same_v<Left, f16>)  // whose queries are bf16
+  if constexpr (!std::is_same_v<Left, f16>)  // queries of fp16 products are bf16 too
     if (args.q.dtype == DType::f32) return load_queries_as<float>(args, item, queries, depth, scales);
   load_queries_as<bf16>(args, item, queries, depth, scales);
 }
@@ -161,8 +161,8 @@ inline KeyRange keys_seen(const AttentionArgs& args, int64_t sequence, int64_t t
   return range;
 }
 
-// Attention of one item: up to kQueryRows rows against its blocks of keys, one after the other. T: the type of tiles
-// that are multiplied, Stored: that of the pages, which is another one if they are bytes.
+// Attention of one item: up to kQueryRows rows against its blocks of keys in turn. T: the type of tiles that are
+// multiplied, Stored: that of the pages, which differs if they are bytes.
 template <class T, class Stored = T>
 class ItemRun {
  public:
@@ -177,9 +177,9 @@ class ItemRun {
     Weigher<typename Workspace<T>::Left>::watch_for_nan();
   }
 
-  // For each block, target(block) says where its partial goes (maxima, sums, output) and done(block) follows.
-  // The products of the next block are issued between rows of this block's softmax: they run on other units, and a
-  // core that has both at hand does both at once.
+  // For each block, target(block) returns where its partial goes (maxima, sums, output) and done(block) follows. The
+  // products of the next block are issued between rows of this block's softmax: they run on other units, and a core
+  // that has both available runs both at once.
   template <class Target, class Done>
   void run(Target target, Done done) {
     BlockTiles<Stored> tiles[2];
@@ -205,7 +205,7 @@ class ItemRun {
     }
   }
 
-  // One block by itself.
+  // Runs a single block.
   void run_block(int64_t block, const Partial& partial) {
     const BlockTiles<Stored> tiles(args_, item_, block, seen_end_, last_values());
     float* scores = work_.scores[0];
@@ -219,7 +219,7 @@ class ItemRun {
   }
 
  private:
-  // Raw products of all rows with keys [begin, end) of a block, those that are there.
+  // Raw products of all rows with the existing keys of [begin, end) of a block.
   void score(const BlockTiles<Stored>& tiles, int begin, int end, float* scores) {
     if (end > tiles.num_columns) end = tiles.num_columns;
     if (begin >= end) return;
@@ -239,7 +239,7 @@ class ItemRun {
         static_cast<int>(work_.key_depth / kTileDepth), scores + begin, kScoreStride);
   }
 
-  // Of 32 keys that are bytes.
+  // Scores 32 keys stored as bytes.
   void score_bytes(const BlockTiles<Stored>& tiles, int key, float* scores) {
     const int64_t depth_tiles = work_.key_depth / kTileDepth;
     float scales[kTileDepth];
@@ -258,7 +258,7 @@ class ItemRun {
 
   bool is_fp8() const { return args_.layout.format == KvFormat::fp8; }
 
-  // Whether every row sees all keys of a block, and nothing but the scale happens to its scores.
+  // Whether every row sees all keys of a block, and scores are only scaled.
   bool sees_all(const BlockTiles<Stored>& tiles, int64_t block) const {
     if (args_.mask.data || args_.soft_cap > 0 || tiles.num_columns > tiles.keys_present) return false;
     const int64_t begin = block * kKeyBlock;
@@ -267,8 +267,8 @@ class ItemRun {
     return true;
   }
 
-  // The scores of such a block as weights. Maxima are taken while a part of the scores is in the L1 cache, and those of
-  // all rows are known before the first is weighed: no row waits for its own.
+  // Turns the scores of such a block into weights. Maxima are computed while a part of the scores is in the L1 cache,
+  // and all rows' are known before the first row is weighed: no row waits for its own.
   void softmax_of_all(const BlockTiles<Stored>& tiles, float* scores, const Partial& partial) {
     constexpr int kPart = 128;
     Vec highest[kQueryRows];
@@ -291,10 +291,10 @@ class ItemRun {
     if constexpr (std::is_same_v<Stored, T>)
       return work_.last_values;
     else
-      return nullptr;  // scales of 0 stand for what is not there
+      return nullptr;  // scales of 0 replace missing tokens
   }
 
-  // Values times the weights that lie in `scores`.
+  // Multiplies values by the weights in `scores`.
   void weigh_values(const BlockTiles<Stored>& tiles, const float* scores, const Partial& partial) {
     if constexpr (std::is_same_v<Stored, KvByte>)
       weigh_bytes(tiles, scores, partial);
@@ -350,7 +350,7 @@ class ItemRun {
     softmax_row_with_rules(scores, tiles.num_columns, rules, weights, partial.maximum + row, partial.sum + row);
   }
 
-  // The mask of a row from a key on, or null.
+  // Mask of a row from a key on, or null.
   const void* mask_at(int row, int64_t key) const {
     const AttentionMask& mask = args_.mask;
     if (!mask.data) return nullptr;
@@ -391,7 +391,7 @@ void run_item_as(const AttentionArgs& args, const AttentionItem& item) {
   store_output(args, item, result, work.value_width);
 }
 
-// Items of one head side by side: a block of keys and values comes from memory once for all of them.
+// Runs items of one head together: a block of keys and values is read from memory once for all of them.
 template <class T, class Stored = T>
 void run_items_as(const AttentionArgs& args, const AttentionItem* items, int count) {
   struct Running {

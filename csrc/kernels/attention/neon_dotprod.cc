@@ -1,7 +1,7 @@
-// Variable-length attention of bf16 in fp16 (base/arm/half_product.h), of which NEON has twice the products of fp32 in
-// a cycle. A head's keys are divided by one power of two and its values by another (base/arm/half_rows.h), those of a
-// sequence together, and each query by its own: the scale of a row of scores has them all, but for that of the values,
-// which the output is multiplied by. Softmax weights are at most 1, so no sum of 64 products is more than 32.
+// Variable-length attention of bf16 inputs in fp16 (base/arm/half_product.h), of which NEON has twice as many products
+// per cycle as of fp32. A head's keys are divided by one power of two and its values by another (base/arm/half_rows.h),
+// per sequence, and each query by its own: the scale of a row of scores includes them, except that of the values, by
+// which the output is multiplied. Softmax weights are at most 1, so no sum of 64 products exceeds 32.
 #include "kernels/level.h"
 
 #include TILEWRIGHT_VEC

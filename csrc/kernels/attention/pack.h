@@ -1,4 +1,4 @@
-// Keys and values of packed sequences as the tiles that pages have. Include after a Vec.
+// Packs keys and values of packed sequences as the tiles of pages. Include after a Vec.
 #pragma once
 
 #include <type_traits>
@@ -9,9 +9,9 @@
 namespace tilewright {
 namespace {
 
-// Two elements that lie side by side in a bf16 tile row, or in the two halves of an fp32 one.
+// Stores two elements that are adjacent in a bf16 tile row, or in the two halves of an fp32 one.
 inline void put_pairs(bf16* row, const bf16* even, const bf16* odd, int columns) {
-  // One 32-bit store per column: a loop the compiler turns into vectors.
+  // One 32-bit store per column: a loop that the compiler vectorises.
   for (int c = 0; c < columns; ++c) {
     const uint32_t pair = even[c].bits | static_cast<uint32_t>(odd[c].bits) << 16;
     __builtin_memcpy(row + 2 * c, &pair, 4);
@@ -22,7 +22,7 @@ inline void put_pairs(float* row, const float* even, const float* odd, int colum
   for (int c = 0; c < columns; ++c) row[c] = even[c], row[kTileColumns + c] = odd[c];
 }
 
-// 32 tokens of a head as two columns of key tiles: tile row r holds dims 2r, 2r+1 of 16 tokens.
+// Packs 32 tokens of a head as two columns of key tiles: tile row r holds dims 2r, 2r+1 of 16 tokens.
 template <class T>
 void pack_keys_as(const VarlenArgs& args, const TokenPiece& piece, int64_t head, T* tiles) {
   const KvLayout& layout = args.attention.layout;
@@ -47,7 +47,7 @@ void pack_keys_as(const VarlenArgs& args, const TokenPiece& piece, int64_t head,
   }
 }
 
-// 32 tokens of a head as a row of value tiles: tile row r holds tokens 2r, 2r+1, interleaved by dim.
+// Packs 32 tokens of a head as a row of value tiles: tile row r holds tokens 2r, 2r+1, interleaved by dim.
 template <class T>
 void pack_values_as(const VarlenArgs& args, const TokenPiece& piece, int64_t head, T* tiles) {
   const KvLayout& layout = args.attention.layout;

@@ -19,7 +19,7 @@ inline Vec exp2_nonpositive(Vec t) {
   return scale_by_power_of_2(exp2_fraction<!kPrecise>(t - n), n);
 }
 
-// Which keys of a block a row sees, and what else happens to its scores.
+// The keys of a block that a row sees, and the treatment of its scores.
 struct RowRules {
   int begin, end;    // keys of the block that are seen
   float scale;       // of the raw product, with log2(e) in it
@@ -48,8 +48,8 @@ inline Vec masked_score(Vec t, const RowRules& rules, int i) {
   return keep_lanes(t, rules.begin - i, rules.end - i, hidden);
 }
 
-// Scores come in whole value tiles of 32 keys. Maxima and sums run in one chain per vector of those 32, so that no
-// chain waits for itself, and both functions below add in the same order.
+// Scores are in whole value tiles of 32 keys. Maxima and sums run in one chain per vector of those 32, so that no chain
+// waits for itself, and both functions below add in the same order.
 inline constexpr int kChains = kTileDepth / Vec::kLanes;
 
 inline float reduce_chains_add(const Vec (&chains)[kChains]) {
@@ -81,7 +81,7 @@ class Weigher {
     for (int c = 0; c < kChains; ++c) p[c].store(weights + c * Vec::kLanes);
   }
 
-  // The same for keys of which some are hidden: their scores are -inf, and only those in [begin, end) weigh.
+  // Weighs keys of which some are hidden: their scores are -inf, and only those in [begin, end) count.
   void weigh_seen(const float* scores, P* weights, int64_t begin, int64_t end) {
     for (int c = 0; c < kChains; ++c) {
       const int at = c * Vec::kLanes;
@@ -95,7 +95,7 @@ class Weigher {
 
   float sum() const { return reduce_chains_add(totals_); }
 
-  // Whether one of these scores is NaN and the sum would not show it; their maximum was taken after `watch_for_nan`.
+  // Whether one of these scores is NaN without showing in the sum; their maximum was computed after `watch_for_nan`.
   static void watch_for_nan() {}
   static bool hides_nan(const float*, int, float) { return false; }
 
@@ -105,13 +105,12 @@ class Weigher {
   Vec totals_[kChains];
 };
 
-// scores [width] become weights 2^(score - maximum), with every rule applied, in place: weights are no wider than
-// scores and are written behind the place that is read.
+// Replaces scores [width] by weights 2^(score - maximum), with every rule applied. In place: weights are no wider than
+// scores and are written behind the read position.
 template <class P>
 inline void softmax_row_with_rules(float* scores, int width, const RowRules& rules, P* weights, float* maximum,
                                    float* sum) {
-  // Without a cap or a mask the scale waits for the subtraction, as in softmax_row: a row gives the same bits by
-  // either.
+  // Without a cap or a mask the scale is applied after the subtraction, as in softmax_row: both give the same bits.
   const bool scale_first = rules.soft_cap > 0 || rules.mask;
   const float early = scale_first ? rules.scale : 1.0f, late = scale_first ? 1.0f : rules.scale;
   Vec highest = Vec::set1(kMinusInfinity);
@@ -121,7 +120,7 @@ inline void softmax_row_with_rules(float* scores, int width, const RowRules& rul
     highest = max(highest, t);
   }
   const float best = reduce_max(highest);
-  // The maximum skips NaN: a row that sees nothing but NaN is not one that sees no key.
+  // The maximum skips NaN: a row that sees only NaN differs from one that sees no key.
   const bool none = best == kMinusInfinity && !(rules.begin < rules.end && has_nan(scores, width));
   *maximum = none ? best : best * late;
   const int64_t begin = none ? 0 : rules.begin, end = none ? 0 : rules.end;
@@ -132,7 +131,7 @@ inline void softmax_row_with_rules(float* scores, int width, const RowRules& rul
   *sum = hides_nan ? kNan : weigher.sum();
 }
 
-// The highest of scores [width] and of `highest`, lane by lane.
+// Returns the lane-wise maximum of scores [width] and `highest`.
 inline Vec highest_score(const float* scores, int width, Vec highest) {
   Vec chains[kChains];
   for (int c = 0; c < kChains; ++c) chains[c] = Vec::load(scores + c * Vec::kLanes);
@@ -142,8 +141,7 @@ inline Vec highest_score(const float* scores, int width, Vec highest) {
   return highest;
 }
 
-// The same for a row that sees the whole block and has no rules but the scale, which is what nearly every row is, and
-// whose maximum is known.
+// Weighs a row that sees the whole block, has no rules but the scale, as nearly every row, and whose maximum is known.
 template <class P>
 inline void weigh_row(const float* scores, int width, float scale, P* weights, float maximum, float* sum) {
   const bool hides_nan = Weigher<P>::hides_nan(scores, width, maximum);
@@ -159,13 +157,13 @@ inline void softmax_row(const float* scores, int width, float scale, P* weights,
   weigh_row(scores, width, scale, weights, *maximum, sum);
 }
 
-// What a block of keys gives: for each row the highest score and the sum of weights, and weights times values.
+// Result of a block of keys: for each row the highest score and the sum of weights, and weights times values.
 struct Partial {
   float *maximum, *sum;  // [rows]
   float* output;         // [rows, width]
 };
 
-// Rows past the last one of an item stay as a block that nothing is seen of.
+// Sets rows past the last one of an item to those of a block in which nothing is seen.
 inline void clear_partial(float (&maximum)[kQueryRows], float (&sum)[kQueryRows]) {
   for (int r = 0; r < kQueryRows; ++r) maximum[r] = kMinusInfinity, sum[r] = 0;
 }
@@ -181,7 +179,7 @@ struct Accumulator {
     for (int64_t i = 0; i < rows * width; i += Vec::kLanes) Vec::zero().store(output + i);
   }
 
-  // Adds a block; its maxima and sums are read in whole vectors, [kQueryRows].
+  // Merges a block; its maxima and sums are read in whole vectors, [kQueryRows].
   void merge(const Partial& block, int rows, int64_t width) {
     alignas(64) float keep[kQueryRows], take[kQueryRows];
     for (int r = 0; r < rows; r += Vec::kLanes) {

@@ -59,7 +59,7 @@ std::vector<double> attend(const Case& c, const T* q, const GuardedBuffer<T>& k,
   return out;
 }
 
-// The e4m3 nearest to a value, by trying all of them; of two as near, the even one.
+// Returns the e4m3 nearest to a value, by trying all of them; of two equally near, the even one.
 double nearest_fp8(double value) {
   double best = 0, distance = 1e300;
   for (int code = 0; code < 127; ++code) {
@@ -70,7 +70,7 @@ double nearest_fp8(double value) {
   return value < 0 ? -best : best;
 }
 
-// What a row is read as from pages in 8 bits.
+// Rounds a row as pages in 8 bits do.
 template <class T>
 void round_row(T* row, int64_t width, KvFormat format) {
   const float largest = format == KvFormat::int8 ? 127.0f : 448.0f;
@@ -83,7 +83,7 @@ void round_row(T* row, int64_t width, KvFormat format) {
   }
 }
 
-// What a case computes with: the same numbers at either edge.
+// Inputs of a case: the same numbers at either edge.
 template <class T>
 struct Inputs {
   Inputs(const Case& c, Edge edge)
@@ -175,7 +175,7 @@ void check_case(const Case& c, Edge edge, bool paged, const std::vector<double>&
     attention.kv_lengths = c.keys.data();
     paged_attention(attention);
   }
-  // NaN, which check_close never accepts, is compared as a number that is no output, where a case expects it.
+  // NaN, which check_close never accepts, is replaced by a number that is no output, if a case expects it.
   constexpr float kNanAsNumber = 1e6f;
   std::vector<double> numbers = expected;
   for (int64_t i = 0; i < out.size(); ++i) {
@@ -187,7 +187,7 @@ void check_case(const Case& c, Edge edge, bool paged, const std::vector<double>&
               paged ? "paged attention" : "varlen attention");
 }
 
-// At every level. Plain loops in double take longer than all of those: their result is computed once.
+// Checks every level. Plain loops in double take longer than all of them: their result is computed once.
 template <class T>
 void check_levels(const Case& c, std::initializer_list<Edge> edges, std::initializer_list<bool> forms) {
   const std::vector<double> expected = by_definition<T>(c);
@@ -210,7 +210,7 @@ TEST(attention) {
   }
 }
 
-// Pages are full of NaN where no token is: of bytes, the scales are.
+// Pages are NaN except where tokens are; for bytes, the scales are.
 TEST(keys_and_values_in_8_bits) {
   std::vector<Case> cases = kCases;
   cases.push_back({2, 1, 32, {1}, {1600}, true, 0, 0.0f});
@@ -227,7 +227,7 @@ TEST(keys_and_values_in_8_bits) {
     }
 }
 
-// That a type in between has a smaller range than bf16 must not show.
+// An intermediate type with a smaller range than bf16 must not affect results.
 TEST(inputs_of_any_size) {
   for (float size : {0x1p-60f, 0x1p60f})
     for (float v_size : {0x1p30f, 0x1p110f})
@@ -235,13 +235,13 @@ TEST(inputs_of_any_size) {
                          {false, true});
 }
 
-// Long enough that a decode step is shared among items and merged.
+// Long enough that a decode step is split among items and merged.
 TEST(decode_over_many_blocks) {
   check_levels<float>({2, 1, 32, {1}, {1600}, true, 0, 0.0f}, {Edge::end}, {true});
   check_levels<bf16>({2, 1, 32, {1}, {1600}, true, 0, 0.0f}, {Edge::end}, {true});
 }
 
-// Long enough that a thread takes several items of a head side by side, which see different blocks.
+// Long enough that a thread runs several items of a head together, which see different blocks.
 TEST(items_side_by_side) {
   set_num_threads(1);
   for (bool causal : {false, true}) {
@@ -251,7 +251,7 @@ TEST(items_side_by_side) {
   set_num_threads(0);
 }
 
-// It makes NaN of every row that sees it and of no other: a row that sees nothing else, many rows, the last.
+// A NaN key makes NaN of every row that sees it and of no other: a row that sees nothing else, many rows, the last.
 TEST(a_key_that_is_no_number) {
   set_num_threads(1);
   struct Rules {

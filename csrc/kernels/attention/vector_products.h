@@ -21,9 +21,9 @@ struct Products {
   }
 
  private:
-  static constexpr int kMostDepthTiles = 16;  // a block of keys; as fp32 half of the L1 cache
+  static constexpr int kMostDepthTiles = 16;  // a block of keys, in fp32 half of the L1 cache
 
-  // A column of tiles is turned into fp32 once, for all rows.
+  // Converts a column of tiles to fp32 once, for all rows.
   template <class TileAt>
   void multiply_widened(const Left* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles,
                         float* c, int64_t ldc) {

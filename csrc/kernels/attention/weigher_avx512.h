@@ -6,11 +6,11 @@
 namespace tilewright {
 namespace {
 
-// bf16 weights without an exponential. The bits of a bf16 are its logarithm, 128 (log2 + 127), but for a bulge of up to
-// 11 between powers of two: so 128 times the exponent, rounded to a whole number, less the bulge from a table of 64, is
+// bf16 weights without an exponential. The bits of a bf16 are its logarithm, 128 (log2 + 127), except for a bulge of up
+// to 11 between powers of two: so 128 times the exponent, rounded to an integer, minus the bulge from a table of 64, is
 // the weight. 10 instructions for 32 keys instead of 22, and the softmax was half of attention's time. The exponent is
-// rounded to 1/128 before and the bulge to whole steps: the error of a weight is 1.5 times (in the mean) that of
-// rounding to bf16 alone. The weights that are summed are those that multiply the values.
+// rounded to 1/128 and the bulge to an integer: the mean error of a weight is 1.5 times that of rounding to bf16 alone.
+// The summed weights are those that multiply the values.
 template <>
 class Weigher<bf16> {
  public:
@@ -20,13 +20,13 @@ class Weigher<bf16> {
         total_(_mm512_setzero_ps()) {}
 
   void weigh(const float* scores, bf16* weights) {
-    // This conversion raises no flag of its own for NaN and -inf: hides_nan reads the one that a maximum raises.
+    // This conversion raises no CPU flag for NaN and -inf: hides_nan reads the one that a maximum raises.
     auto scaled = [&](const float* at) {
       return _mm512_cvt_roundps_epi32(_mm512_fmadd_ps(_mm512_loadu_ps(at), scale_, offset_),
                                       _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     };
-    // Packing goes by 128 bits: quarters of both halves in turn, which the permutation sorts. What is less than the
-    // least power of two, -inf too, saturates to 0.
+    // Packing works in lanes of 128 bits: quarters of both halves alternate, and the permutation reorders them. Values
+    // below the smallest power of two, also -inf, saturate to 0.
     const __m512i in_turn = _mm512_packus_epi32(scaled(scores), scaled(scores + 16));
     const __m512i straight = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), in_turn);
     const __m512i bulge =
@@ -42,8 +42,8 @@ class Weigher<bf16> {
 
   float sum() const { return _mm512_reduce_add_ps(total_); }
 
-  // NaN weighs nothing here, as -inf does. vmaxps raises the CPU's flag of invalid operations for NaN, at no cost:
-  // scores are searched only if it was raised since it was cleared here.
+  // NaN gets no weight here, like -inf. vmaxps raises the CPU's invalid-operation flag for NaN, at no cost: scores are
+  // searched only if it was raised since it was cleared here.
   static void watch_for_nan() { _mm_setcsr(_mm_getcsr() & ~_MM_EXCEPT_INVALID); }
   static bool hides_nan(const float* scores, int width, float maximum) {
     if (!(maximum > kMinusInfinity && maximum < -kMinusInfinity)) return true;  // then no exponent is a number

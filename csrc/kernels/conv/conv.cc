@@ -13,10 +13,10 @@ TILEWRIGHT_TABLE(conv, ConvKernels)
 namespace {
 
 constexpr int64_t kTokensPerPiece = 32;
-// 2,048 channels of some tokens are work enough for a turn, and rows long enough to stream.
+// 2,048 channels of some tokens are enough work for a task, and long enough rows to stream.
 constexpr int64_t kChannelsPerPiece = 2048;
 
-// Some tokens of a sequence, cut by channels.
+// Adds pieces of some tokens of a sequence, cut by channels.
 void add_pieces(const ConvArgs& args, int64_t sequence, int64_t begin, int64_t end, std::vector<ConvPiece>& pieces) {
   for (int64_t channel = 0; channel < args.channels; channel += kChannelsPerPiece)
     pieces.push_back({static_cast<int32_t>(sequence), static_cast<int32_t>(begin), static_cast<int32_t>(end),
@@ -28,7 +28,7 @@ void add_pieces(const ConvArgs& args, int64_t sequence, int64_t begin, int64_t e
 
 void causal_conv(const ConvArgs& args) {
   const ConvKernels& kernels = select(kTable);
-  // A sequence of one piece of tokens keeps its states on the way; of the others all outputs come first, because the
+  // A sequence of one piece of tokens keeps its states on the way; the others compute all outputs first, because a
   // state that is written may be the one that the first tokens read.
   std::vector<ConvPiece> alone, pieces, keeping;
   for (int64_t b = 0; b < args.sequences.count; ++b) {

@@ -1,4 +1,4 @@
-// Causal convolution over time, each channel by itself, and silu:
+// Causal depthwise convolution over time, and silu:
 //
 //   y[t, c] = silu(bias[c] + sum_i weight[i, c] x[t - W + 1 + i, c])       i = 0 .. W - 1, sums in fp32
 //
@@ -18,7 +18,7 @@ struct ConvArgs {
   const void* weight;  // [W, C]
   const void* bias;    // [C] or null, of the weight's type
   DType weight_dtype;
-  Rows states;  // slots of [W - 1, C]: nothing where W is 1
+  Rows states;  // slots of [W - 1, C]: empty if W is 1
   Sequences sequences;
   int64_t channels;
   int width;
@@ -35,7 +35,7 @@ struct ConvPiece {
 
 struct ConvKernels {
   void (*convolve)(const ConvArgs& args, const ConvPiece& piece);
-  // Writes the states that are kept of a sequence's tokens, once all of its outputs are made.
+  // Writes the states to keep of a sequence's tokens, once all of its outputs are computed.
   void (*keep)(const ConvArgs& args, const ConvPiece& piece);
 };
 

@@ -9,7 +9,7 @@
 namespace tilewright {
 namespace {
 
-// Tokens made at once: W + 3 rows are read for four of them, and the taps once.
+// Tokens computed at once: W + 3 rows are read for four of them, and the taps once.
 inline constexpr int kConvTokens = 4;
 
 template <class T, class W, class S>
@@ -17,7 +17,7 @@ struct Convolution {
   const ConvArgs& args;
   const ConvPiece& piece;
   const int64_t begin;  // the sequence's first token
-  const S* past;        // its state; null: it begins with nothing, or one tap looks at nothing before
+  const S* past;        // its state; null: it has none, or one tap needs none
 
   Convolution(const ConvArgs& args, const ConvPiece& piece)
       : args(args), piece(piece), begin(args.sequences.starts[piece.sequence]), past(nullptr) {
@@ -40,10 +40,10 @@ struct Convolution {
     for_each_vec(piece.channel_end - piece.channel_begin,
                  [&](int64_t i, auto count) { fn(piece.channel_begin + i, count); });
   }
-  // silu of bf16 results may be rough: docs/numerics.md.
+  // silu of bf16 results is computed roughly: docs/numerics.md.
   static Vec activate(Vec v) { return silu<kIsBf16<T>>(v); }
 
-  // One token, any of whose inputs may lie in the state.
+  // Computes one token, any of whose inputs may be in the state.
   void one(int64_t token) const {
     for_each_channel([&](int64_t channel, auto count) {
       Vec sum = bias(channel, count);
@@ -60,7 +60,7 @@ struct Convolution {
     });
   }
 
-  // kConvTokens tokens, all of whose inputs are in x; the taps stay in registers.
+  // Computes kConvTokens tokens, all of whose inputs are in x; the taps stay in registers.
   template <int kWidth>
   void several(int64_t token) const {
     for_each_channel([&](int64_t channel, auto count) {
@@ -79,7 +79,7 @@ struct Convolution {
     });
   }
 
-  // The same for any width: a window of kConvTokens rows slides over the inputs, tap by tap.
+  // Computes kConvTokens tokens for any width: a window of rows slides over the inputs, tap by tap.
   void several_of_any_width(int64_t token) const {
     const int64_t first = token - args.width + 1;
     for_each_channel([&](int64_t channel, auto count) {
@@ -105,7 +105,7 @@ struct Convolution {
     for (; token < piece.token_end; ++token) one(token);
   }
 
-  // The old state may be overwritten by a token whose successors still need it: it is copied first.
+  // A token may overwrite the old state while later tokens still need it: it is copied first.
   void keep() const {
     const int64_t rows = args.width - 1, channels = piece.channel_end - piece.channel_begin;
     if (rows == 0) return;

@@ -9,7 +9,7 @@
 namespace tilewright::testing {
 namespace {
 
-// Slot b holds the state of sequence b; the first sequence begins with nothing.
+// Slot b holds the state of sequence b; the first sequence has none.
 template <class T, class W, class S>
 void check_conv(const std::vector<int32_t>& lengths, int64_t channels, int width, Edge edge, bool keep_all) {
   const int64_t num_sequences = static_cast<int64_t>(lengths.size());
@@ -29,7 +29,7 @@ void check_conv(const std::vector<int32_t>& lengths, int64_t channels, int width
   weight.fill(random);
   bias.fill(random);
   states.fill(random);
-  // A sequence's first token writes over the state that was read, which the tokens after it still need.
+  // A sequence's first token overwrites the state it read, which later tokens still need.
   for (int64_t b = 0; b < num_sequences; ++b)
     for (int32_t token = starts[b]; token < starts[b + 1]; ++token)
       write_slots[token] = token == starts[b] ? read_slots[b] : static_cast<int32_t>(num_sequences + token);

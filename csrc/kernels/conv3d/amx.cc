@@ -16,7 +16,7 @@ struct GatheredTiles {
   int64_t row_stride, row_tile_stride;
   static constexpr bool prefetch = true;
 
-  // Asked for depths past the end too, to prefetch them: then it is the last one.
+  // Also called for depths past the end, to prefetch them: it then returns the last one.
   const bf16* at(int depth_tile) const {
     return data + offsets[depth_tile < num_offsets ? depth_tile : num_offsets - 1];
   }

@@ -12,11 +12,11 @@ TILEWRIGHT_TABLE(conv3d, Conv3dKernels)
 
 namespace {
 
-// Of the second-level cache: the rest holds the weights of a chunk of depth, and sums. With a quarter 512 channels ran
-// at nine tenths of the speed, for want of rows that share the weights.
+// Share of the second-level cache: the rest holds the weights of a chunk of depth, and sums. With a quarter, 512
+// channels ran at nine tenths of the speed, as too few rows shared the weights.
 constexpr int64_t kTileBytes = kCoreCacheBytes * 3 / 8;
 
-// Whether pixels lie as rows of a matrix, one stride apart.
+// Whether pixels are rows of a matrix, one stride apart.
 bool are_rows(const Frames& frames, int64_t batch, const Size3d& size) {
   const auto follows = [](int64_t count, int64_t stride, int64_t inner) { return count == 1 || stride == inner; };
   const int64_t row = size.columns * frames.pixel_stride, frame = size.rows * row;
@@ -24,7 +24,7 @@ bool are_rows(const Frames& frames, int64_t batch, const Size3d& size) {
          follows(batch, frames.item_stride, size.frames * frame);
 }
 
-// A convolution of single pixels that lie as rows of matrices is a linear.
+// A convolution of single pixels that are rows of matrices is a linear.
 bool is_linear(const Conv3dArgs& args) {
   return args.kernel.count() == 1 && args.stride.count() == 1 && !args.doubled && !args.norm && !args.front &&
          !args.top && !args.left && args.out.rows == args.height && args.out.columns == args.width &&
@@ -32,15 +32,15 @@ bool is_linear(const Conv3dArgs& args) {
          are_rows(args.y, args.batch, args.out) && are_rows(args.residual, args.batch, args.out);
 }
 
-// As many equal parts as a whole needs if none may be larger than `most`: 9 as 5 + 4, not 8 + 1.
+// Returns the part size for as few equal parts as possible, each at most `most`: 9 as 5 + 4, not 8 + 1.
 int64_t even_part(int64_t whole, int64_t most) { return ceil_div(whole, ceil_div(whole, std::max<int64_t>(most, 1))); }
 
-// Products that take as long as the copy of an element through a norm with silu. That is some 1 ns, in which vectors do
-// 60 products of fp32, and tiles more. Between 50 and 500 the tile becomes narrower, but by this measure hardly better.
+// Products that take as long as copying an element through a norm with silu: some 1 ns, in which vectors compute 60
+// products of fp32, and tiles more. Between 50 and 500 the tile becomes narrower, but hardly better.
 constexpr double kProductsOfCopy = 100;
 
-// What an output pixel costs in a tile, in products per channel of x: those it needs, those at the end of each row that
-// nobody needs, and the copy of its part of the tile with the pixels around it.
+// Cost of an output pixel in a tile, in products per channel of x: its own, those at the end of each row that are
+// unused, and the copy of its part of the tile with the pixels around it.
 double cost_of(const Conv3dArgs& args, const ConvTile& tile, const TileShape& shape) {
   const double products = static_cast<double>(args.kernel.count() * args.product.weight.n);
   const double computed = static_cast<double>(tile.rows * shape.columns);
@@ -50,8 +50,8 @@ double cost_of(const Conv3dArgs& args, const ConvTile& tile, const TileShape& sh
   return (computed * products + copied * kProductsOfCopy) / static_cast<double>(tile.rows * tile.columns);
 }
 
-// The tile of at most kTileBytes in which a pixel costs least: neither whole rows, of which few fit and most of what is
-// copied lies around them, nor so narrow that many products are for nothing.
+// Returns the tile of at most kTileBytes with the lowest cost per pixel: neither whole rows, of which few fit so that
+// most of the copy is their surroundings, nor so narrow that many products are unused.
 ConvTile best_tile(const Conv3dArgs& args, int64_t element_bytes) {
   const auto fits = [&](const ConvTile& tile) {
     return TileShape(args, tile, element_bytes).elements(args) * element_bytes <= kTileBytes;
@@ -95,8 +95,8 @@ void conv3d(const Conv3dArgs& args) {
   const ConvTile whole = best_tile(args, kernels.element_bytes(args.product));
   const int64_t down = ceil_div(args.out.rows, whole.rows), across = ceil_div(args.out.columns, whole.columns);
   const int64_t num_tiles = args.batch * args.out.frames * down * across;
-  // Each thread gets several turns. Tasks with fewer strips copy x again, which a strip of 32 outputs outweighs: of 512
-  // channels and 3 x 3 taps it multiplies 16 times as long as the copy takes.
+  // Each thread gets several tasks. Tasks with fewer strips copy x again, but a strip of 32 outputs outweighs that:
+  // with 512 channels and 3 x 3 taps its products take 16 times as long as the copy.
   const int64_t num_strips = args.product.weight.num_strips();
   const int64_t parts = std::clamp<int64_t>(ceil_div(num_threads() * 4, num_tiles), 1, num_strips);
   const int64_t strips = ceil_div(num_strips, parts), turns = ceil_div(num_strips, strips);

@@ -5,14 +5,13 @@
 //   with a table [B, 3, C] of means, factors and biases, x is read as act((x - mean) * factor + bias): a norm whose
 //   statistics are known costs no pass of its own, since x is copied for the product anyway
 //
-// Causal in time: before frame 0 come `front` frames, of which the last are `previous` and those before them zeros;
-// none comes after the last one. In rows and columns zeros lie around the picture, as many on each side as the output
-// needs, after the norm. Two dimensions are one frame. `doubled`: x is read as if each pixel were 2 x 2 of them
-// (nearest upsampling).
+// Causal in time: frame 0 is preceded by `front` frames, of which the last are `previous` and those before them zeros;
+// none follows the last one. Rows and columns are zero-padded after the norm, as much on each side as the output needs.
+// Two dimensions are one frame. `doubled`: x is read with each pixel repeated 2 x 2 (nearest upsampling).
 //
 // It is linear's product, with output pixels as rows and taps times channels as depth: fp32 accumulation in one chain
-// in order of depth, one rounding at the store. A pixel's bits depend neither on the pictures beside it nor on threads.
-// Frames of zeros before the first are not multiplied: a still picture costs a third of a kernel of three frames.
+// in order of depth, one rounding at the store. A pixel's bits depend neither on other pictures nor on threads. Frames
+// of zeros before the first are not multiplied: a still picture costs a third of a kernel of three frames.
 #pragma once
 
 #include <cstdint>
@@ -46,12 +45,12 @@ struct Conv3dArgs {
   int64_t front = 0, top = 0, left = 0;  // what lies before frame, row and column 0
   LinearArgs product;                    // weight and epilogue
 
-  // Fewer channels than a tile is deep: all taps of a pixel share tiles of depth. Else each tap has tiles of its own,
-  // the last one filled with zeros, so that a tile of x is found by its tap alone.
+  // With fewer channels than a tile is deep, all taps of a pixel share tiles of depth. Otherwise each tap has its own
+  // tiles, the last one padded with zeros, so that a tile of x depends only on its tap.
   TILEWRIGHT_INLINE bool folded() const { return channels < kTileDepth || kernel.count() == 1; }
 };
 
-// The depth of a weight with such channels and taps: [O, depth] is what is packed.
+// Depth of a weight with these channels and taps: [O, depth] is packed.
 TILEWRIGHT_INLINE int64_t conv3d_depth(int64_t channels, const Size3d& kernel) {
   const bool folded = channels < kTileDepth || kernel.count() == 1;
   return kernel.count() * (folded ? channels : round_up(channels, kTileDepth));
@@ -59,16 +58,16 @@ TILEWRIGHT_INLINE int64_t conv3d_depth(int64_t channels, const Size3d& kernel) {
 
 void conv3d(const Conv3dArgs& args);
 
-// Output pixels that are worked on together: a rectangle of one frame.
+// Output pixels that are computed together: a rectangle of one frame.
 struct ConvTile {
   int64_t item, frame, row, column, rows, columns;
 };
 
 // x around such a rectangle as the products read it, in memory of the thread that multiplies it: [frame tap][row
-// phase][column phase][rows][columns][pitch], zeros where padded. With a stride s, phase p has every s-th row or column
-// from p on, so that the x of neighbouring output pixels are neighbours, for each tap: output pixel (row, column) is
-// entry row * columns + column, and what tap (dy, dx) of it needs lies (dy / s) * columns + dx / s further, in the
-// phase of the tap. At the end of each row some entries are computed for nothing: kw - 1 of them with stride 1.
+// phase][column phase][rows][columns][pitch], zeros as padding. With a stride s, phase p has every s-th row or column
+// from p on, so that the inputs of adjacent output pixels are adjacent, for each tap: output pixel (row, column) is
+// entry row * columns + column, and its input for tap (dy, dx) is (dy / s) * columns + dx / s entries further, in the
+// tap's phase. At the end of each row some entries are computed but not used: kw - 1 of them with stride 1.
 struct TileShape {
   int64_t row_phases, column_phases, rows, columns, pitch;
 
@@ -87,9 +86,9 @@ struct TileShape {
 };
 
 struct Conv3dKernels {
-  // Of an element of x as the products read it.
+  // Bytes of an element of x as the products read it.
   int64_t (*element_bytes)(const LinearArgs& args);
-  // All outputs of a tile and a range of strips.
+  // Computes all outputs of a tile and a range of strips.
   void (*run)(const Conv3dArgs& args, const ConvTile& tile, int64_t strip_begin, int64_t strip_end);
 };
 

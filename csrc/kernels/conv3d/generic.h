@@ -1,4 +1,4 @@
-// A tile of a convolution: x around it is copied, then multiplied strip by strip. Include after a Vec.
+// Computes a tile of a convolution: x around it is copied, then multiplied strip by strip. Include after a Vec.
 #pragma once
 
 #include "base/dot.h"
@@ -17,7 +17,7 @@ inline void copy_elements(const TX* x, int64_t count, Left* to) {
   for_each_vec(count, [&](int64_t i, auto left) { store_some(load_some(x + i, left), to + i, left); });
 }
 
-// The same through a norm, whose table has three rows [C].
+// Copies through a norm, whose table has three rows [C].
 template <class TX, class Left>
 inline void copy_normed(const TX* x, int64_t count, const float* table, Activation activation, Left* to) {
   const float *means = table, *factors = table + count, *biases = factors + count;
@@ -33,13 +33,13 @@ inline void clear_elements(Left* to, int64_t count) {
   for_each_vec(count, [&](int64_t i, auto left) { store_some(Vec::zero(), to + i, left); });
 }
 
-// Where frames, rows and pixels of x are, as the taps count them: with padding, and doubled.
+// Frames, rows and pixels of x by the taps' coordinates: with padding, and doubled.
 template <class TX>
 struct Source {
   const Conv3dArgs& args;
   int64_t item;
 
-  // Null where there are zeros.
+  // Null for zeros.
   const TX* frame(int64_t index) const {
     const Frames& frames = index < 0 ? args.previous : args.x;
     if (index < 0) index += frames.num_frames;
@@ -50,12 +50,12 @@ struct Source {
     if (!frame || index < 0 || index >= args.height << args.doubled) return nullptr;
     return frame + (index >> args.doubled) * frames.row_stride;
   }
-  // Pixels of a row that has any.
+  // Returns a pixel of a row that has any.
   const TX* pixel(const TX* row, const Frames& frames, int64_t index) const {
     if (index < 0 || index >= args.width << args.doubled) return nullptr;
     return row + (index >> args.doubled) * frames.pixel_stride;
   }
-  // The channels of a pixel, as the product takes them.
+  // Copies the channels of a pixel for the product.
   template <class Left>
   void copy(const TX* pixel, Left* to) const {
     if (args.norm)
@@ -65,7 +65,8 @@ struct Source {
   }
 };
 
-// A row of pixels, every `step`-th from `column` on, each with its channels and zeros up to whole tiles of depth.
+// Copies a row of pixels, every `step`-th from `column` on, each with its channels and zeros up to whole tiles of
+// depth.
 template <class TX, class Left>
 void copy_row(const Source<TX>& source, const TX* row, const Frames& frames, int64_t column, int64_t step,
               int64_t count, int64_t pitch, Left* to) {
@@ -81,14 +82,14 @@ void copy_row(const Source<TX>& source, const TX* row, const Frames& frames, int
   }
 }
 
-// The first tap in time of a tile that sees a frame: those before it see zeros. One is left where all do.
+// Returns a tile's first tap in time that sees a frame: those before it see zeros. At least one tap is left.
 inline int64_t first_frame_tap(const Conv3dArgs& args, const ConvTile& tile) {
   const int64_t zeros = args.front - args.previous.num_frames - tile.frame * args.stride.frames;
   const int64_t last = args.kernel.frames - 1;
   return zeros < 0 ? 0 : zeros < last ? zeros : last;
 }
 
-// Of the frames from `first` on.
+// Copies a tile of the frames from `first` on.
 template <class TX, class Left>
 void copy_tile(const Conv3dArgs& args, const ConvTile& tile, const TileShape& shape, int64_t first, Left* to) {
   const Source<TX> source = {args, tile.item};
@@ -106,7 +107,7 @@ void copy_tile(const Conv3dArgs& args, const ConvTile& tile, const TileShape& sh
   }
 }
 
-// Of few channels: every output pixel with all its taps one after the other.
+// For few channels: copies every output pixel with all its taps in a row.
 template <class TX, class Left>
 void copy_folded_tile(const Conv3dArgs& args, const ConvTile& tile, const TileShape& shape, Left* to) {
   const Source<TX> source = {args, tile.item};
@@ -131,7 +132,7 @@ void copy_folded_tile(const Conv3dArgs& args, const ConvTile& tile, const TileSh
     }
 }
 
-// Where each tile of depth lies, from an output pixel's entry on.
+// Finds each tile of depth, relative to an output pixel's entry.
 inline void find_depths(const Conv3dArgs& args, const TileShape& shape, int64_t* offsets) {
   const int64_t depth_tiles = args.product.weight.num_depth_tiles();
   if (args.folded()) {
@@ -150,7 +151,7 @@ inline void find_depths(const Conv3dArgs& args, const TileShape& shape, int64_t*
       }
 }
 
-// The left side of the product: entries `pitch` apart, their tiles of depth where the taps are.
+// The left side of the product: entries `pitch` apart, with tiles of depth at the taps' offsets.
 template <class Left>
 struct Gathered {
   using Element = Left;
@@ -160,11 +161,11 @@ struct Gathered {
   const Left* at(int depth_tile) const { return data + offsets[depth_tile]; }
 };
 
-// Products on vectors, of a chunk of depth at a time.
+// Products on vectors, one chunk of depth at a time.
 template <class TW, class Left>
 struct VectorProducts {
-  // Weights of a chunk stay in the caches while all entries of a tile pass. 16 tiles of depth by 2 of fp32 are 64 KB;
-  // fewer, which L1 would hold, were no faster, since sums are then carried on more often.
+  // Weights of a chunk stay in the caches for all entries of a tile. 16 tiles of depth by 2 of fp32 are 64 KB; fewer,
+  // which L1 would hold, were no faster, since sums are then reloaded more often.
   static constexpr int kChunk = DotTraits::kDepthTiles > 0 ? DotTraits::kDepthTiles : 16;
   static constexpr bool kWidens = !std::is_same_v<TW, Left>;
 
@@ -193,7 +194,7 @@ struct VectorProducts {
   }
 };
 
-// The pixels of y or of the residual from the beginning of a tile's row on.
+// Pixels of y or of the residual from the start of a tile's row on.
 inline Rows pixels_of(const Frames& frames, DType dtype, const ConvTile& tile, int64_t row) {
   if (!frames.data) return {};
   const int64_t offset = tile.item * frames.item_stride + tile.frame * frames.frame_stride +
@@ -201,7 +202,7 @@ inline Rows pixels_of(const Frames& frames, DType dtype, const ConvTile& tile, i
   return {static_cast<char*>(frames.data) + offset * static_cast<int64_t>(size_of(dtype)), frames.pixel_stride, dtype};
 }
 
-// c [entries, 32], of which those past the end of a row are nobody's.
+// c is [entries, 32]; entries past the end of a row are unused.
 inline void finish_tile(const Conv3dArgs& args, const ConvTile& tile, int64_t columns, const float* c, int64_t strip) {
   LinearArgs product = args.product;
   for (int64_t r = 0; r < tile.rows; ++r) {

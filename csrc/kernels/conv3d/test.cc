@@ -119,8 +119,8 @@ void check_conv3d(const Shape& shape, Edge edge, bool normed) {
   args.product.y.dtype = dtype_of<TY>();
   args.product.m = pixels;
   conv3d(args);
-  // x goes to the products as bf16 where they are of that type: after a norm it is rounded for them, some 300 numbers
-  // of about 1, each by up to 2^-9.
+  // x enters bf16 products as bf16: after a norm it is rounded for them, some 300 numbers of about 1, each by up to
+  // 2^-9.
   check_close(y.data(), expected.data(), pixels * shape.outputs, normed && sizeof(TW) == 2 ? 8e-2 : 2e-4,
               "conv3d of " + std::to_string(shape.channels) + " channels");
 }

@@ -11,7 +11,7 @@ TILEWRIGHT_TABLE(delta_inputs, DeltaInputsKernels)
 
 namespace {
 
-// Copies the next `count` elements of a packed row to where they belong.
+// Copies the next `count` elements of a packed row to their destination.
 struct Reader {
   const char* source;
   int64_t element_bytes;
@@ -25,7 +25,7 @@ struct Reader {
 
 void split_token(const SplitArgs& args, int64_t token) {
   const int64_t element = static_cast<int64_t>(size_of(args.qkvz.dtype));
-  // Contiguous is the same with one group that has all the heads.
+  // The contiguous form is the interleaved one with a single group of all heads.
   const int64_t groups = args.interleaved ? args.key_heads : 1;
   const int64_t keys = args.key_heads / groups * args.key_width, heads = args.value_heads / groups;
   const int64_t values = heads * args.value_width;

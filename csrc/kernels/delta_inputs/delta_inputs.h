@@ -1,4 +1,4 @@
-// What goes into the gated delta rule: the packed projections taken apart, and the gates.
+// Inputs of the gated delta rule: splits packed projections, and computes the gates.
 //
 //   split_projections   qkvz [T, 2 G K + 2 H V] and ba [T, 2 H] into q|k|v [T, 2 G K + H V], z [T, H V], b, a [T, H].
 //                       contiguous:  q of all key heads, k of all, v of all value heads, z of all; b of all, a of all

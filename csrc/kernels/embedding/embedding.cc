@@ -19,8 +19,8 @@ void over_rows(const Args& args, Kernel kernel, int64_t bytes_per_element) {
   parallel_chunks(args.count, grain, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
-// Replays ask this of hundreds of numbers, nearly always all in range: all are compared first, without a branch and in
-// their own type, which the compiler makes vectors of.
+// Replays check hundreds of numbers, nearly always all in range: all are compared first, branchless and in their own
+// type, which the compiler vectorises.
 template <class Id>
 int64_t first_outside(const Id* ids, int64_t count, int64_t limit, int64_t least) {
   const Id lowest = static_cast<Id>(std::max<int64_t>(least, std::numeric_limits<Id>::min()));
@@ -37,7 +37,7 @@ int64_t first_outside(const Id* ids, int64_t count, int64_t limit, int64_t least
 void embedding(const EmbeddingArgs& args) {
   const EmbeddingKernels& kernels = select(kTable);
   const auto size = static_cast<int64_t>(size_of(args.out.dtype));
-  // From a packed table each pair costs a cache line of its own.
+  // In a packed table each pair costs a cache line.
   const bool is_packed = args.packed.data != nullptr;
   over_rows(args, is_packed ? kernels.gather_packed : kernels.gather, is_packed ? 32 : 2 * size);
 }

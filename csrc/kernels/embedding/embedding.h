@@ -1,4 +1,4 @@
-// Rows by number: token embeddings out of a table, media embeddings into token rows.
+// Copies of rows by number: token embeddings from a table, media embeddings into token rows.
 //
 //   embedding     out[t] = table[ids[t] - first]   table [V, D], or packed as a linear weight (base/tile.h), quantised
 //                                                  or not; zeros where it has no such row
@@ -19,7 +19,7 @@ struct EmbeddingArgs {
   const void* ids = nullptr;        // [T]
   DType id_dtype;                   // int32 or int64
   Rows table;                       // [V, D], or
-  PackedWeight packed;              // the same packed, where it has data
+  PackedWeight packed;              // the same table packed, if it has data
   int64_t first = 0, num_rows = 0;  // the ids [first, first + num_rows) are those of the table
   Rows out;                         // [T, D], of the table's type, or either type if it is quantised
   int64_t count = 0, width = 0;
@@ -35,9 +35,9 @@ struct ScatterArgs {
 void embedding(const EmbeddingArgs& args);
 void scatter_rows(const ScatterArgs& args);
 
-// The place of the first id that is not in [least, limit), or -1.
+// Returns the index of the first id that is not in [least, limit), or -1.
 int64_t first_out_of_range(const void* ids, DType id_dtype, int64_t count, int64_t limit, int64_t least = 0);
-// The place of the first of `rows` (all in [0, limit)) that was there before, or -1.
+// Returns the index of the first of `rows` (all in [0, limit)) that is repeated, or -1.
 int64_t first_repeated(const int64_t* rows, int64_t count, int64_t limit);
 
 struct EmbeddingKernels {

@@ -16,7 +16,7 @@ inline int64_t id_at(const EmbeddingArgs& args, int64_t i) {
   return static_cast<const int32_t*>(args.ids)[i];
 }
 
-// The table's row of a token, or -1: another rank has it.
+// Returns the table's row of a token, or -1 if another rank has it.
 inline int64_t row_of(const EmbeddingArgs& args, int64_t i) {
   const int64_t row = id_at(args, i) - args.first;
   return row >= 0 && row < args.num_rows ? row : -1;
@@ -37,7 +37,8 @@ void gather_rows(const EmbeddingArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-// One column of the packed table: a pair of depths every 32 elements, so a token reads one line in sixteen of a tile.
+// Gathers one column of the packed table: a pair of depths every 32 elements, so a token reads one line in sixteen of a
+// tile.
 template <class T>
 void gather_packed_row(const T* table, T* out, int64_t id, int64_t width) {
   const int64_t num_depth_tiles = ceil_div(width, kTileDepth);

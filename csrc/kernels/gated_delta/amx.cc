@@ -1,4 +1,4 @@
-// Vec before what is written in terms of it.
+// Vec before the headers written in terms of it.
 #include "base/vec/avx512.h"
 
 #include "base/kv_tiles.h"
@@ -9,8 +9,8 @@
 namespace tilewright {
 namespace {
 
-// Two Vecs, rounded to bf16 and interleaved: a tile row. Halves are rounded away from zero. With additions and a shift
-// this takes two thirds of the time of the conversion to bf16, which occupies its port for two cycles, and a
+// Rounds two Vecs to bf16 and interleaves them as a tile row. Halves are rounded away from zero. With additions and a
+// shift this takes two thirds of the time of the conversion to bf16, which occupies its port for two cycles, and a
 // permutation.
 inline __m512i interleave(Vec even, Vec odd) {
   const __m512i half = _mm512_set1_epi32(0x8000), high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
@@ -23,8 +23,8 @@ inline Vec high_halves(__m512i pairs) {
   return {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))))};
 }
 
-// The products of a chunk on tiles. A value that is not bf16 already is the sum of two that are, 16 bits of mantissa,
-// or with inputs in fp32 of three, all 24 bits.
+// The products of a chunk on tiles. A value that is not bf16 is the sum of two bf16, 16 bits of mantissa, or for fp32
+// inputs of three, all 24 bits.
 template <class T>
 struct TileMatrix {
   using Element = bf16;
@@ -50,7 +50,7 @@ struct TileMatrix {
     }
   }
 
-  // Copies a row, padded with zeros, and gives the sum of its squares.
+  // Copies a row, padded with zeros, and returns the sum of its squares.
   static float copy_row(const bf16* row, int64_t width, int64_t padded, bf16* copy, int64_t) {
     __m512 squares = _mm512_setzero_ps();
     for (int64_t i = 0; i < padded; i += 32) {
@@ -71,7 +71,7 @@ struct TileMatrix {
     return reduce_add(squares);
   }
 
-  // rows [tokens, depth] as right-hand tiles of their transpose, and the transpose [depth, kChunkTokens] itself.
+  // Writes rows [tokens, depth] as right-hand tiles of their transpose, and the transpose [depth, kChunkTokens] itself.
   static void transpose(const bf16* rows, int64_t tokens, int64_t depth, bf16* tiles, bf16* columns) {
     for (int64_t token = 0; token < tokens; token += kTileColumns)
       pack_key_tiles<Vec>(rows + token * depth, depth, depth, tiles + token * depth);
@@ -90,8 +90,8 @@ struct TileMatrix {
     }
   }
 
-  // c [32, 32] = A B in 2 x 2 tiles of sums, each operand loaded as few times as eight tiles allow. The products of
-  // parts that lie beyond the last part kept are left out.
+  // c [32, 32] = A B in 2 x 2 tiles of sums, each operand loaded as few times as eight tiles allow. Products of parts
+  // beyond the last part kept are skipped.
   template <int kLeftParts, int kRightParts>
   [[gnu::noinline]] void multiply(const bf16* a, int64_t stride, int64_t part_stride, const Right<bf16>& b,
                                   int64_t depth_tiles, float* c, Fetches& fetches) {

@@ -1,10 +1,10 @@
-// The gated delta rule in chunks of tokens, formulas in gated_delta.h. Include after a Vec and a Matrix, which has the
-// products: VectorMatrix or TileMatrix.
+// The gated delta rule in chunks of tokens; formulas in gated_delta.h. Include after a Vec and a Matrix, which defines
+// the products: VectorMatrix or TileMatrix.
 //
-// A state is worked on in strips of 32 columns, 32 rows at a time. What a product gives is 4 KB, which a pass of
-// vectors reads from L1 and turns into tiles for the next one. Passes woven into the products, tile by tile, gained
-// nothing: the core looks ahead far enough by itself. q and k enter the products as they come; ChunkFactors make them
-// of length 1.
+// A state is processed in strips of 32 columns, 32 rows at a time. A product's result is 4 KB, which a vector pass
+// reads from L1 and turns into tiles for the next product. Interleaving passes with products, tile by tile, gained
+// nothing: the core's out-of-order window is large enough. q and k enter the products unchanged; ChunkFactors normalise
+// their lengths.
 #pragma once
 
 #include "base/arch.h"
@@ -16,14 +16,14 @@
 namespace tilewright {
 namespace {
 
-// One number per token of a chunk, zero for those that pad it.
+// One number per token of a chunk, zero for padding tokens.
 struct ChunkFactors {
   float k[kChunkTokens], q[kChunkTokens];  // to length 1, q scaled
   float beta[kChunkTokens];
-  float since[kChunkTokens], since_rest[kChunkTokens];  // g summed up since the chunk began, in two parts
+  float since[kChunkTokens], since_rest[kChunkTokens];  // g summed since the start of the chunk, in two parts
   float decay[kChunkTokens];                            // exp(since)
-  // What a token's rows are multiplied with:
-  float read[kChunkTokens];   // -beta decay k: of k S, to be taken from beta v
+  // Factors of a token's rows:
+  float read[kChunkTokens];   // -beta decay k: of k S, to be subtracted from beta v
   float query[kChunkTokens];  // decay q: of q S
   float left[kChunkTokens];   // k times the decay from the token to the end of the chunk: of U, to be added to S
 };
@@ -31,10 +31,10 @@ struct ChunkFactors {
 template <class Matrix, class T>
 class Chunks {
   using E = typename Matrix::Element;
-  static constexpr int kParts = Matrix::kParts;            // of all that is computed
+  static constexpr int kParts = Matrix::kParts;            // of all computed values
   static constexpr int kInputParts = Matrix::kInputParts;  // of q and k
   static constexpr int64_t kSquare = kChunkTokens * kChunkTokens;
-  static constexpr int kBlockRows = kTileDepth;  // that a product makes, as many as a tile is deep
+  static constexpr int kBlockRows = kTileDepth;  // rows of a product, as many as a tile is deep
   static constexpr int64_t kBlock = kBlockRows * kStripColumns;
 
  public:
@@ -47,7 +47,7 @@ class Chunks {
         num_strips_(ceil_div(item.column_end - item.column_begin, kStripColumns)) {
     place(nullptr);
     place(static_cast<char*>(thread_scratch(size_bytes_)));
-    // What lies above the diagonal blocks is read as zero and never written.
+    // Elements above the diagonal blocks are read as zero and never written.
     __builtin_memset(solver_, 0, kParts * kSquare * sizeof(E));
     __builtin_memset(weights_, 0, kParts * kSquare * sizeof(E));
   }
@@ -65,7 +65,7 @@ class Chunks {
   }
 
  private:
-  // Gives out the scratch memory; the first time, with none, only its size.
+  // Assigns the scratch memory; the first time, without any, only computes its size.
   void place(char* base) {
     size_bytes_ = 0;
     auto take = [&](auto*& pointer, int64_t count) {
@@ -101,7 +101,8 @@ class Chunks {
     return Right<E>::of_strip(state_tiles_ + kParts * strip_offset(head, strip), depth_tiles_);
   }
 
-  // fn(strip, row of the strip, offset of that row in the head's state, columns it has) for each row of each strip.
+  // fn(strip, row of the strip, offset of that row in the head's state, its number of columns) for each row of each
+  // strip.
   template <class Fn>
   void for_each_row(int64_t head, Fn fn) {
     for (int64_t s = 0; s < num_strips_; ++s) {
@@ -133,7 +134,7 @@ class Chunks {
     }
   }
 
-  // A chunk ends where the sequence does or where a state is to be kept. Rows are padded to whole strips.
+  // A chunk ends where the sequence does or where a state is kept. Rows are padded to whole strips.
   void begin_chunk(int64_t begin, int64_t end) {
     token_begin_ = begin;
     if (end > begin + kChunkTokens) end = begin + kChunkTokens;
@@ -150,7 +151,7 @@ class Chunks {
     for (int part = 0; part < kInputParts; ++part)
       Matrix::transpose(rows_ + part * rows_stride(), padded_, depth_, key_tiles_ + part * depth_ * kChunkTokens,
                         columns_ + part * depth_ * kChunkTokens);
-    // Tokens before a strip of keys do not look at it.
+    // Tokens before a strip of keys do not see it.
     for (int row = 0; row < 2 * padded_; row += kBlockRows)
       for (int first = 0; first <= row % padded_; first += kStripColumns) {
         const Right<E> keys = {key_tiles_ + first * depth_, kTileElements, depth_ * kTileColumns,
@@ -161,7 +162,7 @@ class Chunks {
       }
   }
 
-  // The chunk's rows of q or k, padded with zeros, and the factors that make them of length 1.
+  // Loads the chunk's rows of q or k, padded with zeros, and the factors that normalise their length.
   void load_rows(const T* row, int64_t stride, E* rows, float* factors) {
     for (int i = 0; i < count_; ++i, row += stride)
       factors[i] = Matrix::copy_row(row, args_.key_width, depth_, rows + i * depth_, rows_stride());
@@ -192,14 +193,14 @@ class Chunks {
     }
   }
 
-  // Decay from token j to token i, for one i: e^(difference), never a quotient, so that no e is too small for it.
+  // Decay from token j to token i, for one i: e^(difference), never a quotient, so that no exponential underflows.
   Vec decay_since(int j, Vec sum, Vec rest) const {
     const Vec between = (sum - Vec::load(factors_.since + j)) + (rest - Vec::load(factors_.since_rest + j));
     return exp(min(between, Vec::zero()));
   }
 
-  // One Vec of a row of -L and of P: scores times the factors of the row and those of the columns. The first `below`
-  // lanes lie below the diagonal.
+  // Stores one Vec of a row of -L and of P: scores times the factors of the row and of the columns. The first `below`
+  // lanes are below the diagonal.
   void put_square(int i, int j, Vec k_factor, Vec q_factor, Vec weight, int below) {
     const float* score = scores_ + j / kStripColumns * 2 * kChunkTokens * kStripColumns + j % kStripColumns;
     Vec lower = Vec::load(score + i * kStripColumns) * (k_factor * weight);
@@ -212,8 +213,8 @@ class Chunks {
     Matrix::store_left(weights_ + i * kChunkTokens + j, kSquare, attention);
   }
 
-  // P and the inverse. Between blocks of 16 tokens a decay is that up to the later block times that within it: an
-  // exponential for each column and one for each row instead of one for each pair.
+  // Computes P and the inverse. Between blocks of 16 tokens a decay is that up to the later block times that within it:
+  // an exponential per column and one per row instead of one per pair.
   void make_square(int64_t head) {
     load_gates(head);
     alignas(64) float columns[kChunkTokens], rows[kInverseBlock];
@@ -257,7 +258,7 @@ class Chunks {
           fn(row, column + lane, tiles + column / kTileColumns * kTileElements, lane);
   }
 
-  // The rows of the chunk after this one: v of this head and, once, q and k.
+  // Plans prefetches of the next chunk's rows: v of this head and, once, q and k.
   void plan_fetches(int64_t head) {
     const int64_t left = args_.sequences.starts[item_.sequence + 1] - token_end_;
     const int64_t rows = left < kChunkTokens ? left : kChunkTokens;
@@ -312,7 +313,7 @@ class Chunks {
     }
   }
 
-  // A strip of a state as tiles.
+  // Packs a strip of a state as tiles.
   void pack_state(const float* state, const Right<E>& tiles) {
     for (int64_t tile = 0; tile < depth_tiles_; ++tile, state += kBlock)
       over_pairs(tiles.tile(tile, 0), [&](int d, int c, E* place, int lane) {
@@ -321,7 +322,7 @@ class Chunks {
       });
   }
 
-  // 32 rows of a state decayed to the end of the chunk, and what the chunk adds to them; tiles of the sum.
+  // Decays 32 rows of a state to the end of the chunk, adds the chunk's contribution, and packs the sum as tiles.
   void add_to_state(float* state, E* tiles, int64_t part_stride, const float* added) {
     const Vec decay = Vec::set1(factors_.decay[padded_ - 1]);
     over_pairs(tiles, [=](int d, int c, E* place, int lane) {
@@ -334,7 +335,7 @@ class Chunks {
     });
   }
 
-  // beta (V - e K S) of 32 tokens, zero for those that pad the chunk.
+  // Computes beta (V - e K S) of 32 tokens, zero for padding tokens.
   template <bool kWhole>
   void make_right_side(int64_t head, int64_t column, int row) {
     const T* v = args_.v.row<T>(token_begin_ + row, head) + column;
@@ -353,7 +354,7 @@ class Chunks {
     });
   }
 
-  // 32 rows of U as tiles, and decayed to the end of the chunk as tiles.
+  // Packs 32 rows of U as tiles, and decayed to the end of the chunk as tiles.
   void pack_added(int row) {
     const Right<E> added = token_tiles(added_tiles_);
     const int64_t to_left = left_tiles_ - added_tiles_;
@@ -367,7 +368,7 @@ class Chunks {
     });
   }
 
-  // e Q S + P U.
+  // Stores e Q S + P U.
   void store_outputs(int64_t head, int64_t column, int first) {
     const int64_t columns = item_.column_end - column, width = columns < kStripColumns ? columns : kStripColumns;
     const int end = count_ < first + kBlockRows ? count_ : first + kBlockRows;

@@ -1,4 +1,4 @@
-// Both ways on vectors. Include after a Vec.
+// Both forms of the gated delta rule on vectors. Include after a Vec.
 #pragma once
 
 #include "kernels/gated_delta/step.h"

@@ -8,8 +8,8 @@ namespace {
 
 inline constexpr int kInverseBlock = 16;
 
-// Rows [first, first + 16) and one Vec of columns of X = (I + L)^-1, from the rows of X above: the block's rows of
-// I - L X are summed up, then solved within the block. Sixteen rows are sixteen independent sums.
+// Computes rows [first, first + 16) and one Vec of columns of X = (I + L)^-1 from the rows of X above: the block's rows
+// of I - L X are summed, then solved within the block. Sixteen rows are sixteen independent sums.
 template <class Put>
 inline void invert_block(const float* negative, float* inverse, int64_t stride, int first, int column, Put put) {
   const float* factors = negative + first * stride;
@@ -34,7 +34,7 @@ inline void invert_block(const float* negative, float* inverse, int64_t stride, 
 }
 
 // inverse = (I + L)^-1 of `negative` = -L, size a multiple of 16, read below the diagonal only; put(row, column, Vec)
-// gets all of it as well. What lies above the diagonal blocks of 16 is not written.
+// gets all of it too. Above the diagonal blocks of 16 nothing is written.
 template <class Put>
 inline void invert_unit_lower(const float* negative, float* inverse, int64_t stride, int size, Put put) {
   for (int first = 0; first < size; first += kInverseBlock)

@@ -1,5 +1,5 @@
-// What the products of a chunk take: the right-hand operand, tiles (base/tile.h) of a strip of 32 columns, and memory
-// to ask for on the way.
+// Operands of a chunk's products: the right-hand side, tiles (base/tile.h) of a strip of 32 columns, and memory to
+// prefetch on the way.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +17,13 @@ struct Right {
 
   T* tile(int64_t depth, int64_t column) const { return data + depth * depth_stride + column * column_stride; }
 
-  // [depth tiles][2 columns][512], the parts one after the other.
+  // Tiles [depth tiles][2 columns][512], one part after the other.
   static Right of_strip(T* data, int64_t depth_tiles) {
     return {data, 2 * kTileElements, kTileElements, depth_tiles * 2 * kTileElements};
   }
 };
 
-// Rows to be asked for a line at a time: they lie a token's whole width apart, where no hardware looks ahead.
+// Rows to be prefetched a line at a time: they are a token's whole width apart, which no hardware prefetcher follows.
 struct RowPrefetch {
   const char* row;
   int64_t stride_bytes, row_bytes;
@@ -40,7 +40,7 @@ struct RowPrefetch {
   }
 };
 
-// The rows of the next chunk; the products of this one ask for some of their lines at each step.
+// The rows of the next chunk; the products of this one prefetch some of their lines at each step.
 struct Fetches {
   RowPrefetch rows[3];
 

@@ -1,8 +1,8 @@
 // The gated delta rule token by token. Include after a Vec.
 //
-// A block of columns takes two passes over its part of the state, the second from L1: what k and q read from S, which
-// gives the change and the output (S'^T q = e S^T q + (k . q) change), and the update. The update of a token reads for
-// the next one on the way.
+// A block of columns makes two passes over its part of the state, the second from L1: S^T k and S^T q, which give the
+// change and the output (S'^T q = e S^T q + (k . q) change), then the update. The update of a token also computes S^T k
+// and S^T q of the next one.
 #pragma once
 
 #include <cmath>
@@ -17,12 +17,12 @@
 namespace tilewright {
 namespace {
 
-// The factor that makes a row of length 1, given the sum of its squares.
+// Returns the factor that normalises a row, given the sum of its squares.
 inline float unit_factor(const GatedDeltaArgs& args, float squares) {
   return args.normalize ? 1.0f / std::sqrt(squares + args.eps) : 1.0f;
 }
 
-// q and k of the tokens of a sequence for one key head.
+// q and k of a sequence's tokens for one key head.
 struct StepTokens {
   int64_t begin, count;
   float *q, *k;  // [count, K]: of length 1, q scaled
@@ -56,7 +56,7 @@ template <int kVecs, class Count>
 struct StepBlock {
   int64_t rows;
   Count count;
-  const float* next;  // what will be read after this block, asked for a row at a time
+  const float* next;  // what is read after this block, prefetched a row at a time
   int64_t next_stride;
   Vec by_k[kVecs], by_q[kVecs];  // S^T k, S^T q
 
@@ -79,7 +79,7 @@ struct StepBlock {
     }
   }
 
-  // target = decay source + k change^T; with kNext, what the next token's k and q read from it.
+  // target = decay source + k change^T; with kNext, also the next token's S^T k and S^T q.
   template <bool kZero, bool kNext>
   void update(const float* source, int64_t source_stride, float* target, int64_t target_stride, Vec decay,
               const float* k, const Vec (&change)[kVecs], const float* next_k, const float* next_q) {

@@ -136,7 +136,7 @@ struct Case {
   GuardedBuffer<int32_t> starts, read_slots, write_slots;
 };
 
-// At every level. Plain loops in double take longer than all of those: their result is computed once.
+// Checks every level. Plain loops in double take longer than all of them: their result is computed once.
 template <class T>
 void check_levels(const Shape& shape, bool keep_all) {
   const std::string label = std::string("gated_delta_rule, ") + std::to_string(shape.key_width) + " x " +

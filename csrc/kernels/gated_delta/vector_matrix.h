@@ -1,4 +1,4 @@
-// The products of a chunk on vectors of fp32, whatever the inputs are stored in. Include after a Vec.
+// The products of a chunk on vectors of fp32, for inputs of any type. Include after a Vec.
 #pragma once
 
 #include "base/dot.h"
@@ -9,7 +9,7 @@ namespace {
 
 struct VectorMatrix {
   using Element = float;
-  static constexpr int kParts = 1, kInputParts = 1;  // numbers that a value is kept as the sum of
+  static constexpr int kParts = 1, kInputParts = 1;  // number of summands that represent a value
 
   static void store_left(float* row, int64_t, Vec v) { v.store(row); }
   static void store_right(float* pair_row, int64_t, int column, Vec even, Vec odd) {
@@ -17,7 +17,7 @@ struct VectorMatrix {
     odd.store(pair_row + kTileColumns + column);
   }
 
-  // Copies a row, padded with zeros, and gives the sum of its squares.
+  // Copies a row, padded with zeros, and returns the sum of its squares.
   template <class T>
   static float copy_row(const T* row, int64_t width, int64_t padded, float* copy, int64_t) {
     for (int64_t i = width; i < padded; ++i) copy[i] = 0.0f;
@@ -28,7 +28,7 @@ struct VectorMatrix {
     });
   }
 
-  // rows [tokens, depth] as right-hand tiles of their transpose, and the transpose [depth, kChunkTokens] itself.
+  // Writes rows [tokens, depth] as right-hand tiles of their transpose, and the transpose [depth, kChunkTokens] itself.
   static void transpose(const float* rows, int64_t tokens, int64_t depth, float* tiles, float* columns) {
     for (int64_t token = 0; token < tokens; token += kTileColumns) {
       for (int64_t d = 0; d < depth; ++d, tiles += kTileColumns) {

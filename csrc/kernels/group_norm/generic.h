@@ -9,8 +9,7 @@
 namespace tilewright {
 namespace {
 
-// Pixels that are added to the sums of a Vec of channels at a time: the sums are loaded and stored once for all of
-// them.
+// Pixels added to the sums of a Vec of channels at a time: the sums are loaded and stored once for all of them.
 constexpr int64_t kPixelsAtOnce = 4;
 
 // sums += d and squares += d^2 over `count` pixels, for d the distance from `first`.
@@ -42,7 +41,7 @@ void stats_of(const GroupNormArgs& args, int64_t row_begin, int64_t row_end, Gro
     add_pixels<kPixelsAtOnce>(args, first, row, sums, squares);
   for (; row < row_end; ++row) add_pixels<1>(args, first, row, sums, squares);
 
-  // Each channel's mean and squared distances from it take the place of its sums.
+  // Each channel's mean and squared distances from it replace its sums.
   const float num_pixels = static_cast<float>(row_end - row_begin);
   const Vec pixels = Vec::set1(num_pixels), share = Vec::set1(1.0f / num_pixels);
   for_each_vec(args.channels, [&](int64_t i, auto count) {

@@ -15,7 +15,7 @@ TILEWRIGHT_TABLE(group_norm, GroupNormKernels)
 
 namespace {
 
-// Of a chunk: enough to be worth a turn of a thread, few enough for fp32 sums, and the cache keeps them.
+// Elements of a chunk: enough for a task, few enough for fp32 sums and for the cache.
 constexpr int64_t kChunkElements = 32768;
 
 float parameter(const void* values, DType dtype, int64_t i, float otherwise) {
@@ -27,7 +27,7 @@ struct Moments {
   double mean, variance;
 };
 
-// Of a group, from its chunks' stats, each `groups` apart.
+// Merges the stats of a group's chunks, each `groups` apart.
 Moments merge_chunks(const GroupNormArgs& args, const GroupStats* stats, int64_t chunk_pixels) {
   const int64_t width = args.channels / args.groups;
   double count = 0, mean = 0, squares = 0;
@@ -41,7 +41,7 @@ Moments merge_chunks(const GroupNormArgs& args, const GroupStats* stats, int64_t
   return {mean, squares / count};
 }
 
-// The table of a group's channels.
+// Fills in the table of a group's channels.
 void fill_table(const GroupNormArgs& args, const Moments& moments, int64_t group, float* table) {
   const int64_t width = args.channels / args.groups;
   const double scale = 1.0 / std::sqrt(moments.variance + args.eps);

@@ -3,9 +3,9 @@
 //   x, y [B, S, C] bf16 or fp32: items, pixels, channels; mean and variance of an item over its pixels and the C / G
 //   channels of a group; weight, bias [C]
 //
-// Pixels are taken in chunks at fixed places, whatever the number of threads. Within a chunk sums are fp32, of
-// differences from the chunk's first pixel, so that a mean far from 0 cancels nothing; chunks are merged in order in
-// double. So an item's bits depend neither on threads nor on the items beside it. One rounding at the store.
+// Pixels are processed in chunks at fixed places, for any number of threads. Within a chunk sums are fp32, of
+// differences from the chunk's first pixel, so that a mean far from 0 causes no cancellation; chunks are merged in
+// order in double. So an item's bits depend neither on threads nor on other items. One rounding at the store.
 #pragma once
 
 #include <cstdint>
@@ -41,9 +41,9 @@ struct GroupStats {
 };
 
 struct GroupNormKernels {
-  // The stats of each group [G] in some pixels of x.
+  // Computes the stats of each group [G] in some pixels of x.
   void (*stats)(const GroupNormArgs& args, int64_t row_begin, int64_t row_end, GroupStats* stats);
-  // y of some pixels of an item, whose table has three rows [C]: mean, factor, bias.
+  // Computes y of some pixels of an item, whose table has three rows [C]: mean, factor, bias.
   void (*apply)(const GroupNormArgs& args, const float* table, int64_t row_begin, int64_t row_end);
 };
 

@@ -1,4 +1,4 @@
-// Vectors of 8-bit pixels for AVX2; see bytes_avx512.h for the reasoning, this is its half.
+// Vectors of 8-bit pixels for AVX2, half of bytes_avx512.h, which has the reasoning.
 #pragma once
 
 #include <immintrin.h>

@@ -48,7 +48,7 @@ inline void transpose_groups(Bytes (&rows)[16]) {
   }
 }
 
-// A 23-bit weight does not fit vpmaddwd, two halves do: 2 x 4 multiply-adds take two taps of 64 bytes further, where
+// A 23-bit weight does not fit vpmaddwd, but its two halves do: 2 x 4 multiply-adds add two taps of 64 bytes, where
 // vpmulld would need 8 of twice the cost.
 struct WeightedSum {
   __m512i high[4], low[4];
@@ -87,7 +87,7 @@ struct WeightedSum {
   __m512i total(int i) const { return _mm512_add_epi32(_mm512_slli_epi32(high[i], kWeightLowBits), low[i]); }
 };
 
-// Byte 3 i + channel of three registers, for i in 0..15.
+// Returns byte 3 i + channel of three registers, for i in 0..15.
 inline __m128i every_third(const __m128i (&raw)[3], int channel) {
   alignas(16) static constexpr int8_t kFrom[3][3][16] = {
       {{0, 3, 6, 9, 12, 15, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1},

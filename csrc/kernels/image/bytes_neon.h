@@ -48,7 +48,7 @@ inline void transpose_groups(Bytes (&rows)[16]) {
   }
 }
 
-// A 23-bit weight does not fit a 16-bit multiply-add; its two halves would take two, no less than one of 32 bits.
+// A 23-bit weight does not fit a 16-bit multiply-add; its two halves would need two, no fewer than one of 32 bits.
 struct WeightedSum {
   int32x4_t sum[4];
 

@@ -1,4 +1,4 @@
-// Vectors of 8-bit pixels for any machine: plain loops. The other levels have the same names.
+// Vectors of 8-bit pixels for any machine: plain loops. The other levels define the same names.
 #pragma once
 
 #include <cstdint>
@@ -28,11 +28,11 @@ struct Bytes {
   void store(uint8_t* p, int64_t count) const {
     std::memcpy(p, v, static_cast<size_t>(count < kCount ? count : kCount));
   }
-  // 16 bytes to p: group 0 is the first 16 of the vector.
+  // Stores 16 bytes to p: group 0 is the first 16 of the vector.
   void store_group(uint8_t* p, int) const { store(p); }
 };
 
-// Turns each 16 x 16 block, rows[i] group g, on its side.
+// Transposes each 16 x 16 block, rows[i] group g.
 inline void transpose_groups(Bytes (&rows)[16]) {
   for (int i = 0; i < 16; ++i)
     for (int j = 0; j < i; ++j) {
@@ -54,7 +54,7 @@ struct WeightedSum {
     const int32_t weight_b = pair[1] * (1 << kWeightLowBits) + pair[3];
     for (int i = 0; i < Bytes::kCount; ++i) sum[i] += a.v[i] * weight_a + b.v[i] * weight_b;
   }
-  // Rounded and clipped to 8 bits.
+  // Returns the sum rounded and clipped to 8 bits.
   Bytes result() const {
     Bytes r;
     for (int i = 0; i < Bytes::kCount; ++i) {
@@ -65,7 +65,7 @@ struct WeightedSum {
   }
 };
 
-// The three channels of Vec::kLanes pixels.
+// Loads the three channels of Vec::kLanes pixels.
 inline void load_pixels(const uint8_t* p, Vec (&channels)[3]) {
   for (int i = 0; i < Vec::kLanes; ++i)
     for (int c = 0; c < 3; ++c) channels[c].v[i] = p[3 * i + c];

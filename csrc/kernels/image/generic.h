@@ -33,8 +33,8 @@ void resize_bands(const ImagePlan& plan, int64_t band_begin, int64_t band_end) {
   });
 }
 
-// One patch: lines [patch_size] of line_stride bytes, from the patch's first pixel, to [3][patch_size][patch_size] with
-// channel_stride elements from a channel to the next.
+// Writes one patch: lines [patch_size] of line_stride bytes, from the patch's first pixel, to
+// [3][patch_size][patch_size] with channel_stride elements from a channel to the next.
 template <class T>
 void write_patch(const uint8_t* lines, int64_t line_stride, int64_t patch_size, int64_t channel_stride,
                  const Normalizer (&normalizers)[3], T* out) {

@@ -72,7 +72,7 @@ AxisWeights axis_weights(int64_t in_size, int64_t out_size, ImageFilter filter, 
   return weights;
 }
 
-// The most source positions that `step` output positions in a row, counted from a multiple of step, need.
+// Returns the most source positions needed by `step` consecutive output positions, counted from a multiple of step.
 int64_t widest_range(const AxisWeights& weights, int64_t step) {
   if (weights.identity()) return std::min(step, weights.out_size);
   int64_t widest = 0;
@@ -95,13 +95,13 @@ void over_bands(const ImageArgs& args, int64_t band_rows, int vector_bytes, Band
   plan.bands_per_frame = ceil_div(args.height, band_rows);
   plan.vertical_first = args.height < args.in_height && args.in_height - args.height > 2 * (args.in_width - args.width);
   plan.strip_rows = plan.vertical_first ? band_rows : widest_range(plan.vertical, band_rows);
-  // The horizontal pass keeps a chunk's source columns turned on their side, vector_bytes rows of 3 bytes a column:
-  // as many columns as stay within half of a 512 KB L2, but no fewer than 16 outputs.
+  // The horizontal pass keeps a chunk's source columns transposed, vector_bytes rows of 3 bytes a column: as many
+  // columns as fit half of a 512 KB L2, but at least 16 outputs.
   const double scale = static_cast<double>(args.in_width) / static_cast<double>(args.width);
   const double fitting = (256 << 10) / (3.0 * vector_bytes * std::max(scale, 1.0));
   plan.chunk_columns = std::clamp<int64_t>(static_cast<int64_t>(fitting) / 16 * 16, 16, 256);
   plan.chunk_source_columns = widest_range(plan.horizontal, plan.chunk_columns);
-  // Neighbouring turns resize the few source rows they share twice: three turns a thread keep that under a tenth.
+  // Consecutive tasks both resize the few source rows they share: three tasks a thread keep that under a tenth.
   const int64_t bands = args.frames * plan.bands_per_frame;
   parallel_chunks(bands, ceil_div(bands, num_threads() * 3),
                   [&](int64_t begin, int64_t end) { kernel(plan, begin, end); });

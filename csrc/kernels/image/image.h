@@ -10,8 +10,8 @@
 //              element  (c, frame % Tp, y % P, x % P)
 //            rounded once to bf16 where that is the output. A still is one frame with Tp = 1.
 //
-// A band is what one turn of a thread makes: the output rows of one row of merged patches. The source rows a band
-// needs are resized horizontally into a strip in the thread's scratch, so no whole intermediate picture exists.
+// A band is the output of one task: the output rows of one row of merged patches. The source rows that a band needs are
+// resized horizontally into a strip in the thread's scratch, so no whole intermediate picture exists.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ namespace tilewright {
 
 enum class ImageFilter : int { bilinear, bicubic };
 
-// What each output position of an axis is a weighted sum of.
+// Weights of an axis: each output position is a weighted sum of source positions.
 struct AxisWeights {
   int64_t in_size = 0, out_size = 0;
   int64_t max_pairs = 0;
@@ -56,13 +56,13 @@ struct ImageArgs {
   float mean[3] = {}, std[3] = {1, 1, 1};
 };
 
-// What image.cc works out once per call for the kernels.
+// Values that image.cc computes once per call for the kernels.
 struct ImagePlan {
   ImageArgs args;
   AxisWeights horizontal, vertical;
   int64_t band_rows = 0;  // output rows of a band
   int64_t bands_per_frame = 0;
-  int64_t chunk_columns = 0;         // output columns that the horizontal pass makes at a time, a multiple of 16
+  int64_t chunk_columns = 0;         // output columns of the horizontal pass at a time, a multiple of 16
   int64_t chunk_source_columns = 0;  // the most source columns a chunk needs
   bool vertical_first = false;
   int64_t strip_rows =
@@ -72,7 +72,7 @@ struct ImagePlan {
 void image_resize(const ImageArgs& args);
 void image_patches(const ImageArgs& args);
 
-// Bands [begin, end) of all frames, counted frame by frame.
+// Processes bands [begin, end) of all frames, counted frame by frame.
 struct ImageKernels {
   void (*resize)(const ImagePlan& plan, int64_t band_begin, int64_t band_end);
   void (*patches)(const ImagePlan& plan, int64_t band_begin, int64_t band_end);

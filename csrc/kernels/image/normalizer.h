@@ -1,4 +1,4 @@
-// Normalising without a division or a table, to the same bits. Include after a Vec with fused multiply-add.
+// Normalisation without a division or a table, with the same bits. Include after a Vec with fused multiply-add.
 #pragma once
 
 #include "kernels/image/image.h"
@@ -6,7 +6,7 @@
 namespace tilewright {
 namespace {
 
-// (v * rescale - mean) / std with numpy's roundings, for whole v in [0, 255]. A gather from a 256-entry table costs
+// (v * rescale - mean) / std with numpy's roundings, for integers v in [0, 255]. A gather from a 256-entry table costs
 // some 20 cycles for 16 values and a division 16; this is 6 multiply-adds.
 struct Normalizer {
   Vec scale_high, scale_low, mean, std, inverse_std;

@@ -1,8 +1,8 @@
 // The two resampling passes in terms of Bytes.
 //
-// Both are one inner loop, a weighted sum of vectors of bytes. Down a picture the vectors are pieces of rows. Along a
-// row, Bytes::kCount rows are turned on their side first (a byte transpose, a tenth of the pass), so that each channel
-// of each pixel is one vector over the rows, and turned back after: no lane is idle and no sum runs across lanes.
+// Both are one inner loop, a weighted sum of vectors of bytes. Vertically the vectors are pieces of rows. Horizontally
+// Bytes::kCount rows are transposed first (a byte transpose, a tenth of the pass), so that each channel of each pixel
+// is one vector over the rows, and transposed back after: no lane is idle and no sum runs across lanes.
 #pragma once
 
 #include <cstring>
@@ -16,7 +16,7 @@ namespace {
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Whole vectors, and one more that a load which starts inside the row may touch.
+// Whole vectors, and one more that a load starting inside the row may touch.
 inline int64_t padded(int64_t bytes) { return round_up(bytes, 64) + 64; }
 
 // The thread's memory for one call.
@@ -41,7 +41,8 @@ struct Scratch {
   uint8_t* line(int64_t i) const { return lines + i * line_stride; }
 };
 
-// The weighted sum of vectors tap_stride bytes apart. With kWhole all of each vector is read, else `count` bytes.
+// Returns the weighted sum of vectors tap_stride bytes apart. With kWhole all of each vector is read, else `count`
+// bytes.
 template <bool kWhole>
 inline Bytes weighted_sum(const uint8_t* taps, int64_t tap_stride, int num_taps, const int16_t* pairs, int64_t count) {
   const auto load = [&](int tap) {
@@ -57,7 +58,7 @@ inline Bytes weighted_sum(const uint8_t* taps, int64_t tap_stride, int num_taps,
   return sum.result();
 }
 
-// Output row y of the vertical pass over `bytes` bytes; `rows` is where source row `first` lies.
+// Computes output row y of the vertical pass over `bytes` bytes; `rows` points to source row `first`.
 inline void sum_rows(const AxisWeights& vertical, int64_t y, const uint8_t* rows, int64_t stride, int64_t first,
                      int64_t bytes, uint8_t* out) {
   const uint8_t* taps = rows + (vertical.begin[y] - first) * stride;
@@ -69,8 +70,8 @@ inline void sum_rows(const AxisWeights& vertical, int64_t y, const uint8_t* rows
   if (x < bytes) weighted_sum<false>(taps + x, stride, num_taps, pairs, bytes - x).store(out + x, bytes - x);
 }
 
-// The rows of one frame after the horizontal pass: a window that slides down, or the source where there is no such
-// pass. With the vertical pass first they are output rows, else source rows.
+// Rows of one frame after the horizontal pass: a window that slides down, or the source if there is no such pass. If
+// the vertical pass comes first they are output rows, else source rows.
 class Strip {
  public:
   // For output rows below end_output.
@@ -87,7 +88,7 @@ class Strip {
     limit_ = end_of(end_output - 1);
   }
 
-  // Makes the rows present that output rows [begin, end) need; begin never decreases.
+  // Computes the rows that output rows [begin, end) need; begin never decreases.
   void cover_outputs(int64_t begin, int64_t end) {
     if (plan_.horizontal.identity()) return;
     const int64_t first = vertical_done_ ? begin : plan_.vertical.begin[begin];
@@ -114,7 +115,7 @@ class Strip {
     }
   }
 
-  // Output row y, written to the 3 * width bytes of `out`.
+  // Computes output row y into the 3 * width bytes of `out`.
   void make_row(int64_t y, uint8_t* out) const {
     const int64_t bytes = 3 * plan_.args.width;
     if (vertical_done_)
@@ -124,10 +125,10 @@ class Strip {
   }
 
  private:
-  // The row after the last that output row y needs.
+  // Returns the row after the last that output row y needs.
   int64_t end_of(int64_t y) const { return vertical_done_ ? y + 1 : plan_.vertical.end(y); }
 
-  // The horizontal pass over `count` rows, at most Bytes::kCount.
+  // Runs the horizontal pass over `count` rows, at most Bytes::kCount.
   void resize_rows(const uint8_t* source, int64_t source_stride, int64_t count, uint8_t* out) const {
     const AxisWeights& weights = plan_.horizontal;
     for (int64_t x = 0; x < weights.out_size; x += plan_.chunk_columns) {
@@ -145,8 +146,8 @@ class Strip {
     }
   }
 
-  // Bytes [begin, end) of `count` rows to scratch.sideways[byte][row]. Rows past the last group of 16 are left as they
-  // are: their results are never read.
+  // Transposes bytes [begin, end) of `count` rows into scratch.sideways[byte][row]. Rows past the last group of 16 are
+  // not written: their results are never read.
   void turn_source(const uint8_t* source, int64_t source_stride, int64_t count, int64_t begin, int64_t end) const {
     const int64_t row_bytes = 3 * plan_.args.in_width;
     for (int64_t group = 0; group < count; group += 16, source += 16 * source_stride) {
@@ -165,7 +166,8 @@ class Strip {
     }
   }
 
-  // scratch.result[byte][row] to `count` rows of `bytes` bytes, rounded up to 16: the strip's rows are padded.
+  // Transposes scratch.result[byte][row] into `count` rows of `bytes` bytes, rounded up to 16: the strip's rows are
+  // padded.
   void turn_result(int64_t count, int64_t bytes, uint8_t* out) const {
     for (int64_t x = 0; x < bytes; x += 16) {
       Bytes block[16];

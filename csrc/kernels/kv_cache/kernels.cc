@@ -1,5 +1,5 @@
-// One level for every machine: each element goes to a place of its own, and wider registers store no faster than those
-// of base/kv_tiles.h.
+// One level for every machine: each element has its own destination, and wider registers store no faster than those of
+// base/kv_tiles.h.
 #include <type_traits>
 
 #include "base/bf16.h"
@@ -11,7 +11,7 @@
 namespace tilewright {
 namespace {
 
-// The stored form of a value: the same bits, or converted.
+// Returns the stored form of a value: the same bits, or converted.
 template <class C, class T>
 inline C stored(T value) {
   if constexpr (std::is_same_v<C, T>) {
@@ -50,7 +50,7 @@ void store_head(const KvStoreArgs& args, const T* k, const T* v, C* base, int64_
   }
 }
 
-// Whether 32 tokens from `token` on go to one whole row of value tiles, as nearly all tokens of a prompt do.
+// Whether 32 tokens from `token` on fill one whole row of value tiles, as nearly all tokens of a prompt do.
 bool fills_tiles(const KvStoreArgs& args, int64_t token, int64_t end) {
   const int64_t* slots = args.slots + token;
   if (token + kTileDepth > end || slots[0] < 0 || slots[0] % kTileDepth) return false;

@@ -22,7 +22,7 @@ std::vector<int64_t> range(int64_t begin, int64_t end) {
   return slots;
 }
 
-// Tokens in a row that begin within a tile, tokens that are skipped, and one far from the others.
+// Consecutive tokens that begin within a tile, tokens that are skipped, and one far from the others.
 std::vector<int64_t> scattered() {
   std::vector<int64_t> slots = range(21, 70);
   slots[3] = -1;
@@ -37,8 +37,8 @@ const std::vector<Case> kCases = {
     {64, 2, 64, range(0, 128)}, {32, 2, 128, range(30, 98)}, {96, 1, 32, range(32, 65)},  {32, 5, 15, scattered()},
 };
 
-// Where value d of a token lies, by the text of base/kv_layout.h: per page and head the keys, [page_size / 16][depth /
-// 32] tiles of 32 dims by 16 tokens, then the values, [page_size / 32][columns / 16] tiles of 32 tokens by 16 dims.
+// Location of value d of a token, as described in base/kv_layout.h: per page and head the keys, [page_size / 16][depth
+// / 32] tiles of 32 dims by 16 tokens, then the values, [page_size / 32][columns / 16] tiles of 32 tokens by 16 dims.
 struct Places {
   int64_t page_size, heads, width;
 
@@ -139,7 +139,7 @@ TEST(keys_and_values_go_to_their_places) {
   });
 }
 
-// Runs of tokens are shared among threads: no thread writes a place of another's token.
+// Runs of tokens are shared among threads: no thread writes another thread's token.
 TEST(kv_store_on_many_threads) {
   set_num_threads(7);
   check_types({64, 2, 64, range(3, 300)}, Edge::end, false);

@@ -8,8 +8,8 @@
 namespace tilewright {
 namespace {
 
-// A block of x as A tiles: [2 row tiles][depth tiles][16 rows][32]. Read straight from x, rows a multiple of 4 KB apart
-// would all fall into one set of L1.
+// A block of x as A tiles: [2 row tiles][depth tiles][16 rows][32]. Read directly from x, rows a multiple of 4 KB apart
+// would all map to one set of L1.
 void pack_block_tiles(const LinearArgs& args, int64_t block, bf16* packed) {
   const int64_t depth_tiles = args.weight.num_depth_tiles();
   const int64_t whole = args.weight.k / kTileDepth;
@@ -32,20 +32,20 @@ void pack_block(const LinearArgs& args, int64_t block, void* packed) {
     linear_pack_block(args, block, packed);
 }
 
-// Lines of the strip that comes next, asked for while this one is multiplied: by each tile step as many, on from
-// `line`.
+// Lines of the next strip, prefetched while this one is multiplied: equally many at each tile step, from `line` on.
 struct NextStrip {
   const bf16* line;
   int lines_per_step;
 };
 
-// One block of rows against one strip, over `count` tiles of depth from `begin`; adds to c but for the first ones.
+// Multiplies one block of rows by one strip, over `count` tiles of depth from `begin`; adds to c except for the first
+// ones.
 void multiply_depths(const bf16* x, int rows, int64_t depth_tiles, const bf16* strip, int begin, int count,
                      NextStrip next, float* c) {
   const LeftTiles left = {x + begin * kTileElements, kTileDepth, kTileElements, depth_tiles * kTileElements, true};
   auto tile_at = [&](int d, int j) { return strip + ((begin + d) * 2 + j) * kTileElements; };
   if (rows > 16) {
-    // Past the strip's end this reaches the next strip, which is next.
+    // Past the strip's end this reaches the next strip, which is multiplied next.
     auto fetch = [&](int d, int j) {
       prefetch_tile(tile_at(d + 2, j));
       for (int line = 0; line < next.lines_per_step; ++line, next.line += 32) __builtin_prefetch(next.line, 0, 2);
@@ -53,22 +53,22 @@ void multiply_depths(const bf16* x, int rows, int64_t depth_tiles, const bf16* s
     begin ? multiply_columns<2, true>(left, rows, count, tile_at, fetch, c, kStripColumns)
           : multiply_columns<2, false>(left, rows, count, tile_at, fetch, c, kStripColumns);
   } else {
-    // Few rows: the weights come from memory, at its speed if they are asked for 16 KB ahead.
+    // Few rows: the weights come from memory, at full speed if they are prefetched 16 KB ahead.
     auto fetch = [&](int d, int j) { prefetch_tile<2>(tile_at(d + 8, j)); };
     begin ? multiply_columns<2, true>(left, rows, count, tile_at, fetch, c, kStripColumns)
           : multiply_columns<2, false>(left, rows, count, tile_at, fetch, c, kStripColumns);
   }
 }
 
-// Strips whose sums are kept while the depth is worked through: 8 strips by 8 blocks of 4 KB are an eighth of L2.
+// Strips whose sums are kept over all of the depth: 8 strips by 8 blocks of 4 KB are an eighth of L2.
 constexpr int64_t kStripBatch = 8;
 
-// All blocks of rows against a few strips, chunk by chunk of depth: the chunk of x stays in L2 while the strips pass.
+// All blocks of rows against a few strips, by chunks of depth: the chunk of x stays in L2 for all strips.
 void run_batch(const LinearArgs& args, const bf16* packed_x, int64_t block_begin, int64_t block_end,
                int64_t strip_begin, int64_t strip_end, bool fetch_next, float* sums, TileScope& tiles) {
   const int depth_tiles = static_cast<int>(args.weight.num_depth_tiles());
   const int64_t strip_elements = int64_t{depth_tiles} * 2 * kTileElements;  // also of a block of x
-  // A strip is 16 lines for each of its tile steps: the blocks of rows share in asking for the next one.
+  // A strip is 16 lines for each of its tile steps: the blocks of rows share the prefetch of the next one.
   const int lines = fetch_next ? static_cast<int>(ceil_div(16, block_end - block_begin)) : 0;
   for (int begin = 0; begin < depth_tiles; begin += kDepthChunk) {
     const int count = depth_tiles - begin < kDepthChunk ? depth_tiles - begin : kDepthChunk;
@@ -87,8 +87,8 @@ void run_batch(const LinearArgs& args, const bf16* packed_x, int64_t block_begin
   }
 }
 
-// From so many rows on tiles win over vectors, if groups are at least as deep as they are. On 16 cores 8 rows by
-// vectors take 1.5 times as long as 16 by tiles, of nibbles, which tiles need widened, 0.9 times (12288 x 4096, groups
+// From this number of rows on tiles are faster than vectors, if groups are at least as deep. On 16 cores 8 rows take
+// 1.5 times as long by vectors as 16 by tiles; with nibbles, which tiles need widened, 0.9 times (12288 x 4096, groups
 // of 64 and 128).
 constexpr int64_t kByteRowsToTiles = 5, kNibbleRowsToTiles = 10;
 
@@ -98,7 +98,7 @@ bool by_byte_tiles(const LinearArgs& args) {
          (weight.group_size == 0 || has_steps(weight.format) || weight.group_size % kQuadTileDepth == 0);
 }
 
-// The nibbles of a strip as tiles of bytes: the codes, or what a table has for them.
+// Widens the nibbles of a strip to tiles of bytes: the codes, or their table values.
 void widen_nibbles(const uint8_t* strip, int64_t num_tiles, const int8_t* table, int8_t* wide) {
   const __m512i low_half = _mm512_set1_epi8(15);
   const __m512i quants =
@@ -112,8 +112,8 @@ void widen_nibbles(const uint8_t* strip, int64_t num_tiles, const int8_t* table,
   }
 }
 
-// c [rows, 32] += what the sums of a group are worth, or = for the first one: the arithmetic of quantized.h. This takes
-// as long as the products where groups are as deep as tiles, so what formats differ in is known to the compiler.
+// c [rows, 32] += the scaled sums of a group, or = for the first one: the arithmetic of quantized.h. This takes as long
+// as the products if groups are as deep as tiles, so format differences are template arguments.
 template <bool kIsFirst, bool kHasOffset, bool kHasMins>
 void add_sums_of(const PackedWeight& weight, int64_t strip, int64_t group, const char* x, int64_t row_bytes, int rows,
                  const int32_t* sums, float* c) {
@@ -153,7 +153,7 @@ void add_sums(const PackedWeight& weight, int64_t strip, int64_t group, const ch
   run(std::false_type{}, std::false_type{});
 }
 
-// One block of rows against one strip, of which `tiles` are the bytes.
+// Multiplies one block of rows by one strip, whose bytes are `tiles`.
 void multiply_byte_tiles(const PackedWeight& weight, int64_t strip, const int8_t* tiles, const char* x,
                          int64_t row_bytes, int rows, float* c) {
   alignas(64) int32_t sums[kRowBlock * kStripColumns];
@@ -192,7 +192,7 @@ void run_byte_tiles(const LinearArgs& args, const void* packed_x, int64_t block_
   }
 }
 
-// Bytes that become bf16, a strip at a time, for all blocks of rows that pass by.
+// Converts bytes to bf16, a strip at a time, for all blocks of rows.
 void run_widened(const LinearArgs& args, const bf16* packed_x, int64_t block_begin, int64_t block_end,
                  int64_t strip_begin, int64_t strip_end) {
   const PackedWeight& weight = args.weight;

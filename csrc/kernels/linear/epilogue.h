@@ -1,5 +1,5 @@
-// What the levels of linear, and the ops made of its products, share: the type of x, and what happens to a block of
-// accumulators on its way to y. Include after a Vec.
+// Shared by the levels of linear and the ops built on its products: the type of x, and the epilogue of a block of
+// accumulators. Include after a Vec.
 #pragma once
 
 #include "base/vec/activation.h"
@@ -46,7 +46,7 @@ inline void finish_row(const LinearArgs& args, const float* c, int64_t row, int6
   }
 }
 
-// c is [rows, 32], the sums of one strip for rows row_begin and on.
+// Writes c [rows, 32], the sums of one strip for rows row_begin and on, through the epilogue.
 inline void finish_block(const LinearArgs& args, const float* c, int64_t row_begin, int rows, int64_t strip) {
   for (int r = 0; r < rows; ++r) {
     if (args.y.dtype == DType::bf16)
@@ -62,7 +62,7 @@ inline const T* row_of_x(const LinearArgs& args, int64_t i) {
   return args.x.row<T>(args.x_rows ? args.x_rows[i] : i);
 }
 
-// The row after the last one of the blocks before `block_end`.
+// Returns the row after the last one of the blocks before `block_end`.
 inline int64_t end_row(const LinearArgs& args, int64_t block_end) {
   return block_end * kRowBlock < args.m ? block_end * kRowBlock : args.m;
 }

@@ -15,7 +15,7 @@ int64_t linear_block_bytes(const LinearArgs& args) {
   return kRowBlock * args.weight.num_depth_tiles() * kTileDepth * (bf16_products(args) ? 2 : 4);
 }
 
-// Rows of x, converted and padded with zeros to whole depth tiles.
+// Packs rows of x, converted and padded with zeros to whole depth tiles.
 template <class TX, class Left>
 void pack_rows(const LinearArgs& args, int64_t block, Left* packed) {
   const int64_t width = args.weight.num_depth_tiles() * kTileDepth;
@@ -39,14 +39,14 @@ void linear_pack_block(const LinearArgs& args, int64_t block, void* packed) {
     pack_rows<bf16>(args, block, static_cast<float*>(packed));
 }
 
-// Tiles of depth that all rows are multiplied with before the next ones.
+// Tiles of depth that all rows are multiplied by before the next ones.
 inline int tiles_at_once(const LinearArgs& args, int64_t rows) {
   constexpr int kPart = DotTraits::kDepthTiles;
   const int depth_tiles = static_cast<int>(args.weight.num_depth_tiles());
   return kPart > 0 && rows > kDotRows && depth_tiles > kPart ? kPart : depth_tiles;
 }
 
-// c [rows, 32] = x times a strip, where tiles(begin, count) is where those tiles of depth are, up to `step` at a time.
+// c [rows, 32] = x times a strip; tiles(begin, count) points to those tiles of depth, up to `step` at a time.
 template <class Left, class Tiles>
 void multiply_rows(const Left* x, int64_t width, int rows, int depth_tiles, int step, Tiles tiles, float* c) {
   for (int begin = 0; begin < depth_tiles; begin += step) {
@@ -60,7 +60,7 @@ void multiply_rows(const Left* x, int64_t width, int rows, int depth_tiles, int 
   }
 }
 
-// All rows of the blocks times one strip; tiles(row, begin, count) as above, for the rows from `row` on.
+// Multiplies all rows of the blocks by one strip; tiles(row, begin, count) is as above, for the rows from `row` on.
 template <class Left, class Tiles>
 void multiply_strip(const LinearArgs& args, const Left* x, int64_t block_begin, int64_t block_end, int64_t strip,
                     int step, Tiles tiles) {
@@ -77,7 +77,7 @@ void multiply_strip(const LinearArgs& args, const Left* x, int64_t block_begin, 
   }
 }
 
-// Strips as they lie.
+// Multiplies strips as stored.
 template <class TW, class Left>
 void run_strips(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
                 int64_t strip_begin, int64_t strip_end) {
@@ -89,14 +89,14 @@ void run_strips(const LinearArgs& args, const void* packed_x, int64_t block_begi
   }
 }
 
-// Tiles of depth of a strip in fp32.
+// Converts tiles of depth of a strip to fp32.
 inline void widen_tiles(const bf16* strip, int begin, int count, float* wide) {
   for (int tile = 0; tile < 2 * count; ++tile)
     widen_tile(strip + (2 * begin + tile) * kTileElements, wide + tile * kTileElements);
 }
 
-// Strips of a narrower type whose tiles become fp32 before they are multiplied: all of a strip once, or a few tiles at
-// a time, which stay in the L1 cache.
+// Multiplies strips of a narrower type whose tiles become fp32 first: all of a strip once, or a few tiles at a time,
+// which stay in the L1 cache.
 template <class TW, class WidenTiles>
 void run_widened_strips(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
                         int64_t strip_begin, int64_t strip_end, WidenTiles widen_tiles) {
@@ -113,7 +113,7 @@ void run_widened_strips(const LinearArgs& args, const void* packed_x, int64_t bl
   }
 }
 
-// fp32 products of bf16 weights, which are turned into fp32 first when enough rows use them.
+// fp32 products of bf16 weights, which are converted to fp32 first if enough rows use them.
 void linear_run_wide(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
                      int64_t strip_begin, int64_t strip_end) {
   if (rows_of_blocks(args, block_begin, block_end) >= kRowsToWiden)

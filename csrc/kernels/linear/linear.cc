@@ -17,13 +17,13 @@ WeightLayout layout_of(WeightFormat format) {
   return format == WeightFormat::bf16 ? linear_kernels().bf16_layout : WeightLayout::tiles;
 }
 
-// Half of the second-level cache, a chunk of depth at a time; quantised products take all of it at once.
+// Half of the second-level cache, a chunk of depth at a time; quantised products use the whole depth at once.
 int64_t blocks_per_group(const LinearArgs& args, int64_t block_bytes, int64_t num_blocks) {
   const int64_t depth_tiles = args.weight.num_depth_tiles();
   const int64_t chunk = rounds_x(args.weight.format) ? depth_tiles : std::min<int64_t>(depth_tiles, kDepthChunk);
   int64_t group = kCoreCacheBytes / 2 * depth_tiles / (block_bytes * chunk);
   if (group < 1) group = 1;
-  // Even groups: 9 blocks as 5 + 4, not 8 + 1.
+  // Equal groups: 9 blocks as 5 + 4, not 8 + 1.
   return ceil_div(num_blocks, ceil_div(num_blocks, group));
 }
 
@@ -37,7 +37,7 @@ void linear(const LinearArgs& args) {
   const int64_t num_strips = args.weight.num_strips();
   const int64_t group = blocks_per_group(args, block_bytes, num_blocks);
   const int64_t num_groups = ceil_div(num_blocks, group);
-  // Each thread gets several turns, each a run of neighbouring strips: one long stream of weights.
+  // Each thread gets several tasks, each a run of adjacent strips: one long stream of weights.
   const int64_t turns = num_threads() * 8;
   // An odd number: streams a power of two apart meet in the same memory banks and lose a quarter of the bandwidth.
   const int64_t strips_per_task = ceil_div(num_strips * num_groups, turns) | 1;

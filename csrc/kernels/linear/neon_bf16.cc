@@ -1,7 +1,7 @@
 // Linear on bfmmla: two rows of x by two columns, four depths at a time; and on smmla, eight bytes at a time.
 //
 // The result of bfmmla is that of two bfdot, pair after pair of depths, so that a row has the same bits whether it is
-// multiplied by bfdot, alone, or here beside others. Sums of products of bytes are exact.
+// multiplied by bfdot, alone, or here with others. Sums of products of bytes are exact.
 #include "kernels/level.h"
 
 #include TILEWRIGHT_VEC
@@ -12,14 +12,15 @@
 namespace tilewright {
 namespace {
 
-// From here on the work of laying the operands out in fours is less than what bfmmla saves.
+// From here on packing the operands in fours costs less than bfmmla saves.
 constexpr int64_t kRowsToMatrix = 8;
 
 bool by_matrix(const LinearArgs& args) {
   return bf16_products(args) && !is_quantized(args.weight.format) && args.m >= kRowsToMatrix;
 }
 
-// A block of x as [pairs of rows][depth / 4][2 rows][4]: 16 bytes are an operand. A last odd row is paired with zeros.
+// Packs a block of x as [pairs of rows][depth / 4][2 rows][4]: 16 bytes are an operand. A last odd row is paired with
+// zeros.
 void pack_block(const LinearArgs& args, int64_t block, void* packed) {
   if (!by_matrix(args)) return linear_pack_block(args, block, packed);
   const int64_t width = args.weight.num_depth_tiles() * kTileDepth;
@@ -43,8 +44,8 @@ void pack_block(const LinearArgs& args, int64_t block, void* packed) {
 constexpr int kSlabColumns = 8;
 constexpr int kSlabRow = kSlabColumns * 4;  // elements of a slab for four depths
 
-// A strip of weights as [slabs of 8 columns][depth / 4][8 columns][4]. Two pair rows of a tile hold what four depths
-// need, and zipping them pair by pair puts it in order.
+// Packs a strip of weights as [slabs of 8 columns][depth / 4][8 columns][4]. Two pair rows of a tile hold four depths,
+// and zipping them pair by pair reorders them.
 void make_slabs(const bf16* strip, int64_t depth_tiles, bf16* slabs) {
   const int64_t slab_elements = depth_tiles * kTileDepth * kSlabColumns;
   for (int64_t d = 0; d < depth_tiles; ++d)
@@ -89,7 +90,7 @@ void multiply_slab(const bf16* x, int64_t pair_stride, const bf16* slab, int64_t
     }
 }
 
-// Rows from row_begin on, a slab at a time: it stays in the L1 cache while they pass.
+// Multiplies rows from row_begin on, a slab at a time: it stays in the L1 cache for all of them.
 void multiply_rows(const LinearArgs& args, const bf16* x, const bf16* slabs, int64_t row_begin, int rows, float* c) {
   const int64_t depth = args.weight.num_depth_tiles() * kTileDepth, pair_stride = 2 * depth;
   constexpr int kPairsAtOnce = 4;
@@ -105,8 +106,8 @@ void multiply_rows(const LinearArgs& args, const bf16* x, const bf16* slabs, int
 
 bool by_byte_matrix(const LinearArgs& args) { return rounds_x(args.weight.format) && args.m >= kRowsToMatrix; }
 
-// A strip of bytes or nibbles as [slabs of 8 columns][depth / 8][8 columns][8]: two rows of quads, zipped; of nibbles
-// what a table has for them, where there is one.
+// Packs a strip of bytes or nibbles as [slabs of 8 columns][depth / 8][8 columns][8]: two rows of quads, zipped; for
+// nibbles their table values, if there is a table.
 template <bool kNibbles>
 void make_byte_slabs(const PackedWeight& weight, int64_t strip, uint8_t* slabs) {
   const int64_t slab_bytes = weight.depth() * kSlabColumns;
@@ -128,14 +129,15 @@ void make_byte_slabs(const PackedWeight& weight, int64_t strip, uint8_t* slabs) 
     }
 }
 
-// c [2 kPairs, 8] of stride 32, the columns from `column` on of a strip. The last row stands in for one there is not.
+// c [2 kPairs, 8] of stride 32, the columns of a strip from `column` on. The last row is repeated if there is no
+// second.
 template <int kPairs>
 void multiply_byte_slab(const PackedWeight& weight, int64_t strip, int column, const int8_t* slab, const char* x,
                         int64_t row_bytes, int rows, float* c) {
   const char* row_at[2 * kPairs];
   for (int r = 0; r < 2 * kPairs; ++r) row_at[r] = x + (r < rows ? r : rows - 1) * row_bytes;
   const bool is_half = weight.scale_dtype() == DType::f16;
-  const int offset = weight.format == WeightFormat::int4 ? 8 : 0;  // of the bytes that are multiplied
+  const int offset = weight.format == WeightFormat::int4 ? 8 : 0;  // offset of the bytes that are multiplied
   for (int64_t g = 0; g < weight.num_groups(); ++g) {
     int32x4_t sums[kPairs][4];
     for (auto& row : sums)
@@ -174,7 +176,7 @@ void run_bytes(const LinearArgs& args, const void* packed_x, int64_t block_begin
                int64_t strip_begin, int64_t strip_end) {
   const PackedWeight& weight = args.weight;
   const int64_t row_bytes = quantized_row_bytes(weight), slab_bytes = weight.depth() * kSlabColumns;
-  // Where a strip with steps is turned into bytes, before the slabs that are made of them.
+  // Bytes of a strip with steps, before its slabs.
   const int64_t wide_bytes = has_steps(weight.format) ? weight.depth() * kStripColumns : 0;
   uint8_t* wide = static_cast<uint8_t*>(thread_scratch(wide_bytes + weight.depth() * kStripColumns));
   uint8_t* slabs = wide + wide_bytes;

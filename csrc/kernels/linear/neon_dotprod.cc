@@ -1,8 +1,8 @@
-// Linear in fp16 (base/arm/half_product.h): NEON with arithmetic in it, and none in bf16, has twice the products of
-// fp32 in a cycle, and weights are read without turning them into anything.
+// Linear in fp16 (base/arm/half_product.h): NEON with fp16 but no bf16 arithmetic has twice as many of these products
+// per cycle as of fp32, and weights are read without conversion.
 //
-// Rows of W are stored as halves times a power of two (WeightLayout), and rows of x become such (base/arm/half_rows.h):
-// no sum of 64 products of the two is more than 2^15.
+// Rows of W are stored as halves times a power of two (WeightLayout), and rows of x are converted to such
+// (base/arm/half_rows.h): no sum of 64 products exceeds 2^15.
 #include "kernels/level.h"
 
 #include TILEWRIGHT_VEC
@@ -19,7 +19,7 @@ bool by_halves(const LinearArgs& args) {
   return args.weight.layout == WeightLayout::halves && args.x.dtype == DType::bf16;
 }
 
-// A row of x as it is multiplied: depth() halves, and in the line after them what its results are multiplied by.
+// A row of x as it is multiplied: depth() halves, and in the line after them the factor of its results.
 constexpr int64_t kRowTail = 32;
 
 int64_t row_stride(const LinearArgs& args) { return args.weight.depth() + kRowTail; }
@@ -44,7 +44,7 @@ void pack_block(const LinearArgs& args, int64_t block, void* packed) {
   by_halves(args) ? pack_halves(args, block, static_cast<f16*>(packed)) : linear_pack_block(args, block, packed);
 }
 
-// Rows of x that are multiplied with all columns of a strip at a time, which is 16 sums. More rows take half of the
+// Rows of x that are multiplied by all columns of a strip at a time, which is 16 sums. More rows use half of the
 // columns, eight at a time.
 constexpr int kFewRows = 4;
 
@@ -63,8 +63,8 @@ void multiply_depths(const f16* x, int64_t stride, int rows, const f16* strip, i
     for_row_blocks(rows, [&](int row, auto num_rows) { multiply(row, num_rows, Half{}, column); });
 }
 
-// Depths that all rows are multiplied with before the next ones. Few rows wait for them to come from memory, which is
-// best when what is asked for ahead is used soon; many share as much as stays in the L1 cache.
+// Depths that all rows are multiplied by before the next ones. Few rows wait for them to come from memory, which works
+// best if prefetched data is used soon; many share as much as stays in the L1 cache.
 constexpr int64_t kFewDepths = 64, kManyDepths = 256;
 
 void run_halves(const LinearArgs& args, const f16* packed_x, int64_t block_begin, int64_t block_end,
@@ -92,7 +92,7 @@ void run_halves(const LinearArgs& args, const f16* packed_x, int64_t block_begin
   }
 }
 
-// As widen_tiles of bf16, for rows of x in fp32.
+// Like widen_tiles of bf16, for rows of x in fp32.
 void widen_halves(const f16* strip, int begin, int count, float* wide) {
   const f16* from = strip + begin * kTileDepth * kStripColumns;
   for (int64_t depth = 0; depth < count * kTileDepth; ++depth)

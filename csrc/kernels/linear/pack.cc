@@ -1,4 +1,4 @@
-// Weights into tiles and back. Done once per load, so plain code, a strip per task.
+// Packs weights into tiles and unpacks them. Done once per load, so plain code, a strip per task.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -11,7 +11,7 @@
 namespace tilewright {
 namespace {
 
-// The row of W that column c of strip s holds, or -1 for padding.
+// Returns the row of W in column c of strip s, or -1 for padding.
 int64_t source_row(const PackedWeight& packed, int64_t strip, int column) {
   if (!packed.gated) {
     const int64_t row = strip * kStripColumns + column;
@@ -53,7 +53,7 @@ void unpack_strip(const PackArgs& args, int64_t strip) {
   }
 }
 
-// The power of two of a row that is stored as halves.
+// Returns the power of two of a row that is stored as halves.
 template <class T>
 float halves_scale(const T* row, int64_t count) {
   float largest = 0.0f;
@@ -67,8 +67,8 @@ float halves_scale(const T* row, int64_t count) {
 inline float as_bf16(bf16 value) { return to_float(value); }
 inline float as_bf16(float value) { return to_float(to_bf16(value)); }
 
-// A few depths of all columns at a time: a column's neighbours are a line apart, and the lines of a whole strip are
-// more than the L1 cache has.
+// A few depths of all columns at a time: a column's neighbours are a line apart, and the lines of a whole strip do not
+// fit the L1 cache.
 template <class T>
 void pack_halves_strip(const PackArgs& args, int64_t strip) {
   constexpr int64_t kDepths = 64;
@@ -90,7 +90,7 @@ void pack_halves_strip(const PackArgs& args, int64_t strip) {
         halves[k * kStripColumns + column] = to_half(as_bf16(rows[column][k]) * factors[column]);
 }
 
-// Zeros for rows that there are not.
+// Writes zeros for padding rows.
 void pack_steps(const PackArgs& args, int64_t strip, int column, int64_t row) {
   const PackedWeight& packed = args.packed;
   packed.row_scales(strip)[column] = row < 0 ? 0.0f : *args.scales.row<float>(row);
@@ -145,7 +145,7 @@ void unpack_columns(const PackArgs& args, int64_t strip) {
   }
 }
 
-// Calls fn with the type of the weight as it came, and with that of its tiles.
+// Calls fn with the types of the plain weight and of its tiles.
 template <class Fn>
 void with_type(const PackArgs& args, Fn fn) {
   args.weight.dtype == DType::f32 ? fn(float{}) : fn(bf16{});

@@ -1,5 +1,5 @@
-// Values of a packed weight that is quantised or in halves: for what reads few of them, as the rows of an embedding
-// table.
+// Single values of a packed weight that is quantised or in halves, for readers of few of them, such as an embedding
+// look-up.
 #pragma once
 
 #include "base/fp8.h"
@@ -11,7 +11,7 @@
 namespace tilewright {
 namespace {
 
-// Where the quant of a column of a strip at depth k is, in bytes from the strip's begin.
+// Offset in a strip, in bytes, of the quant of a column at depth k.
 struct PackedPlace {
   int64_t offset;
   bool is_upper;  // of a nibble: in the upper half of the byte
@@ -38,7 +38,7 @@ inline float scale_of(const PackedWeight& weight, int64_t strip, int64_t group, 
                                             : reinterpret_cast<const float*>(scales)[index];
 }
 
-// What the quant at depth k of a column of a strip stands for.
+// Returns the value of the quant at depth k of a column of a strip.
 inline float packed_value(const PackedWeight& weight, int64_t strip, int column, int64_t k) {
   const PackedPlace place(weight, column, k);
   const uint8_t byte = weight.strip<uint8_t>(strip)[place.offset];
@@ -61,12 +61,12 @@ inline float packed_value(const PackedWeight& weight, int64_t strip, int column,
   return value - (has_zeros(weight.format) ? scale * min : min);
 }
 
-// Whether a weight has its values as they are, in tiles.
+// Whether a weight's tiles have its plain values.
 inline bool is_plain(const PackedWeight& weight) {
   return !is_quantized(weight.format) && weight.layout == WeightLayout::tiles;
 }
 
-// The row of W that a column of a strip holds, of a weight that is not plain.
+// Unpacks the row of W in a column of a strip, for a weight that is not plain.
 template <class T>
 inline void unpack_column(const PackedWeight& weight, int64_t strip, int column, T* out) {
   if (weight.layout == WeightLayout::halves) {

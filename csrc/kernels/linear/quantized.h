@@ -1,9 +1,9 @@
 // Products with quantised weights. Include after base/quads of the level.
 //
 // x is rounded to bytes, row by row and group by group: scale = max |x| / 127, q = round(x / scale). Products of bytes
-// are added in 32 bits, exactly, and a group's sum enters the output as fma(sum * x scale, weight scale, output), in
-// order of groups, then its min. So a row has the same bits whichever kernel multiplies it, beside whatever rows. With
-// steps, x has one scale, and the sums of all groups are added exactly too.
+// are summed in 32 bits, exactly, and a group's sum enters the output as fma(sum * x scale, weight scale, output), in
+// order of groups, then its min. So a row has the same bits for every kernel and beside any other rows. With steps, x
+// has one scale, and the sums of all groups are added exactly too.
 #pragma once
 
 #include "base/dot.h"
@@ -15,12 +15,12 @@
 namespace tilewright {
 namespace {
 
-// Groups of x that have a scale of their own.
+// Number of groups of x with their own scale.
 inline int64_t num_x_groups(const PackedWeight& weight) { return has_steps(weight.format) ? 1 : weight.num_groups(); }
 
-// A row of x as it is packed: its bytes, padded with zeros to whole tiles, then a scale and the sum of the bytes for
-// each group; with steps, for all, and then the sums of groups. Rows are not a multiple of 4 KB apart, or their lines
-// would share a set of the L1 cache.
+// A packed row of x: its bytes, padded with zeros to whole tiles, then a scale and the sum of the bytes for each group;
+// with steps, one of each for the row, and then the sums of groups. Rows are not a multiple of 4 KB apart, or their
+// lines would share a set of the L1 cache.
 inline int64_t quantized_row_bytes(const PackedWeight& weight) {
   const int64_t sums = has_steps(weight.format) ? weight.num_groups() : 0;
   const int64_t bytes = round_up(weight.depth() + num_x_groups(weight) * 8 + sums * 4, 64);
@@ -38,10 +38,10 @@ struct QuantizedRow {
         sums(reinterpret_cast<const int32_t*>(scales + num_x_groups(weight))) {}
 };
 
-// Below, a group counts as zeros: 127 / max would overflow.
+// A group with smaller values counts as zeros: 127 / max would overflow.
 inline constexpr float kLeastMax = 1e-30f;
 
-// Rounds `count` values of x to bytes and gives their scale and sum. A NaN or an infinity makes the scale a NaN, and
+// Rounds `count` values of x to bytes and returns their scale and sum. A NaN or an infinity makes the scale a NaN, and
 // with it all outputs of the row.
 template <class TX>
 inline void quantize_group(const TX* x, int64_t count, int8_t* values, float* scale, int32_t* sum) {
@@ -65,7 +65,7 @@ inline void quantize_group(const TX* x, int64_t count, int8_t* values, float* sc
   *sum = whole == whole ? static_cast<int32_t>(whole) : 0;
 }
 
-// A row of x with its columns in the order of those of the weight, and rotated if they are.
+// Returns a row of x with its columns in the weight's order, and rotated if the weight is.
 template <class TX>
 inline const float* as_weight(const LinearArgs& args, const TX* x, float* row) {
   const PackedWeight& weight = args.weight;
@@ -79,7 +79,7 @@ inline const float* as_weight(const LinearArgs& args, const TX* x, float* row) {
   return row;
 }
 
-// fn(row of x): as it lies, or as the weight's do.
+// fn(row of x), with the weight's column order and rotation if it has any.
 template <class TX, class Fn>
 inline void with_columns(const LinearArgs& args, const TX* x, Fn fn) {
   if (!args.x_columns && !is_rotated(args.weight.format)) return fn(x);
@@ -125,8 +125,8 @@ void quantized_pack_block(const LinearArgs& args, int64_t block, void* packed) {
 
 int64_t quantized_block_bytes(const LinearArgs& args) { return kRowBlock * quantized_row_bytes(args.weight); }
 
-// 64 bytes of a tile are kDepths of 16 columns, as kParts rows of quads. What is multiplied is the weight + offset.
-// What formats of one kind differ in is known at run time: kernels of each would take minutes to compile.
+// 64 bytes of a tile are kDepths of 16 columns, as kParts rows of quads. The weight + offset is multiplied. Formats of
+// one kind are distinguished at run time: separate kernels would take minutes to compile.
 struct ByteWeights {
   static constexpr int kDepths = 4, kParts = 1, kTileBytes = 1024;
   int offset = SignedQuads::kOffset;
@@ -157,30 +157,30 @@ struct TableWeights {
   }
 };
 
-// Scales or mins of Vec::kLanes columns.
+// Loads scales or mins of Vec::kLanes columns.
 inline Vec load_scales(const char* scales, bool is_half, int64_t index) {
   return is_half ? load_halves(reinterpret_cast<const f16*>(scales) + index)
                  : Vec::load(reinterpret_cast<const float*>(scales) + index);
 }
 
-// The mins of Vec::kLanes columns, from `column` of a strip on; zeros where the format has none.
+// Loads the mins of Vec::kLanes columns of a strip from `column` on; zeros if the format has none.
 inline Vec load_mins(const PackedWeight& weight, const char* scales, bool is_half, int64_t column, Vec weight_scales) {
   if (!has_mins(weight.format)) return Vec::zero();
   const Vec mins = load_scales(scales, is_half, kStripColumns + column);
   return has_zeros(weight.format) ? mins * weight_scales : mins;
 }
 
-// total + what a group's sums of a row are worth.
+// Returns total + a row's scaled sums of a group.
 TILEWRIGHT_INLINE Vec add_group(IntVec sums, float x_scale, Vec weight_scales, Vec total) {
   return fma(sums.to_float() * Vec::set1(x_scale), weight_scales, total);
 }
-// total - what its min is.
+// Returns total - the contribution of a group's min.
 TILEWRIGHT_INLINE Vec subtract_min(Vec mins, float x_scale, int32_t x_sum, Vec total) {
   return fma(mins, Vec::set1(-(x_scale * static_cast<float>(x_sum))), total);
 }
 
-// fn(constant) for 0 to kCount - 1: constants from the start, since loops are unrolled too late for gcc to keep arrays
-// of sums in registers alone.
+// fn(constant) for 0 to kCount - 1: constants from the start, since gcc unrolls loops too late to keep arrays of sums
+// in registers.
 template <int kCount, class Fn>
 TILEWRIGHT_INLINE void unrolled(Fn fn) {
   [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) __attribute__((always_inline)) {
@@ -192,7 +192,7 @@ TILEWRIGHT_INLINE void unrolled(Fn fn) {
 template <int kTiles>
 inline constexpr int kColumnVecs = kTiles * kTileColumns / Vec::kLanes;
 
-// Where a Vec of columns begins, counted in columns.
+// First column of a Vec.
 TILEWRIGHT_INLINE constexpr int column_of(int vec) { return vec * Vec::kLanes; }
 
 // sums += the products of four depths.
@@ -215,7 +215,7 @@ TILEWRIGHT_INLINE void multiply_quads(const Weights& weights, const RowPointers<
   });
 }
 
-// sums += the products of the depths [begin, end) of a strip, whose tiles begin at `data`.
+// sums += the products of the depths [begin, end) of a strip with tiles at `data`.
 template <int kRows, int kTiles, class Weights>
 TILEWRIGHT_INLINE void multiply_depths_of(const Weights& weights, const uint8_t* data, const int8_t* x,
                                           int64_t row_bytes, int64_t begin, int64_t end,
@@ -227,7 +227,8 @@ TILEWRIGHT_INLINE void multiply_depths_of(const Weights& weights, const uint8_t*
     const uint8_t* line =
         data + (depth - in_tile) / kQuadTileDepth * 2 * Weights::kTileBytes + in_tile / Weights::kDepths * 64;
     for (int64_t d = 0; d < count; d += Weights::kDepths, line += 64, rows.advance(Weights::kDepths)) {
-      // Weights come from memory, at its speed if they are asked for early enough; for further blocks of rows from L2.
+      // Weights come from memory, at full speed if they are prefetched early enough; for further blocks of rows from
+      // L2.
       for (int t = 0; t < kTiles; ++t) __builtin_prefetch(line + t * Weights::kTileBytes + DotTraits::kPrefetchBytes);
       multiply_quads<0, kRows, kTiles>(weights, rows, line, sums);
       if constexpr (Weights::kParts == 2) multiply_quads<1, kRows, kTiles>(weights, rows, line, sums);
@@ -274,7 +275,7 @@ void multiply_rows(const Weights& weights, const PackedWeight& weight, int64_t s
   }
 }
 
-// The same with steps: base + step * q of each group, added up exactly.
+// The same product with steps: base + step * q of each group, summed exactly.
 template <int kRows, int kTiles>
 void multiply_rows_in_steps(const PackedWeight& weight, int64_t strip, int tile, const char* x, int64_t row_bytes,
                             float* c) {
@@ -328,7 +329,7 @@ inline void in_blocks(int rows, Multiply multiply) {
   }
 }
 
-// Rows of c [rows, 32], the sums of one strip.
+// Computes rows of c [rows, 32], the sums of one strip.
 template <class Weights>
 void multiply_strip_of(const Weights& weights, const PackedWeight& weight, int64_t strip, const char* x,
                        int64_t row_bytes, int rows, float* c) {
@@ -346,11 +347,11 @@ void multiply_strip_in_steps(const PackedWeight& weight, int64_t strip, const ch
   });
 }
 
-// 64 bytes, as what they are made of.
+// 64 bytes, in two views.
 using Bytes64 = uint8_t __attribute__((vector_size(64)));
 using Words32 = uint16_t __attribute__((vector_size(64)));
 
-// A byte of each of 16 columns, times `pattern`: 0x01010101 repeats it for its quad.
+// Repeats a byte of each of 16 columns by `pattern`: 0x01010101 repeats it for its quad.
 template <class Lanes>
 inline void for_quads(const uint8_t* columns, int32_t pattern, Lanes& lanes) {
   alignas(64) int32_t quads[kTileColumns];
@@ -359,8 +360,8 @@ inline void for_quads(const uint8_t* columns, int32_t pattern, Lanes& lanes) {
   std::memcpy(&lanes, quads, sizeof(lanes));
 }
 
-// A line of a tile of nibbles as two of bytes. A step times 15 is a byte, so that words multiply two at once; a base is
-// added modulo 256, as bytes with a sign are.
+// Widens a line of a tile of nibbles to two of bytes. A step times 15 is a byte, so that words multiply two at once; a
+// base is added modulo 256, as for signed bytes.
 inline void widen_line(const uint8_t* nibbles, const Words32& steps, const Bytes64& bases, uint8_t* wide) {
   Words32 line;
   std::memcpy(&line, nibbles, sizeof(line));
@@ -370,7 +371,7 @@ inline void widen_line(const uint8_t* nibbles, const Words32& steps, const Bytes
   std::memcpy(wide + 64, &second, sizeof(second));
 }
 
-// A strip with steps as the only one of a weight of int8_rotated, its bytes in `data`.
+// Returns a strip with steps as a weight of int8_rotated with a single strip, its bytes in `data`.
 inline PackedWeight strip_as_bytes(const PackedWeight& weight, int64_t strip, uint8_t* data) {
   constexpr int kLines = kQuadTileDepth / 8;  // of a tile of nibbles
   const int group_lines = static_cast<int>(weight.group_size / 8);
@@ -395,7 +396,7 @@ inline PackedWeight strip_as_bytes(const PackedWeight& weight, int64_t strip, ui
   return bytes;
 }
 
-// fn(weights) of a format.
+// fn(weights) for a format.
 template <class Fn>
 inline void with_weights(WeightFormat format, Fn fn) {
   switch (format) {
@@ -414,7 +415,7 @@ void run_in_steps(const LinearArgs& args, const void* packed_x, int64_t block_be
   const PackedWeight& weight = args.weight;
   const int64_t row_bytes = quantized_row_bytes(weight);
   const int64_t end = end_row(args, block_end);
-  // From so many rows on it pays to turn a strip with steps into bytes first.
+  // From this number of rows on it pays to convert a strip with steps to bytes first.
   const bool by_bytes = rows_of_blocks(args, block_begin, block_end) >= QuadTraits::kRowsToBytes;
   uint8_t* wide = by_bytes ? static_cast<uint8_t*>(thread_scratch(weight.depth() * kStripColumns)) : nullptr;
   alignas(64) float c[kRowBlock * kStripColumns];

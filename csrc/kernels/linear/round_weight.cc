@@ -1,7 +1,7 @@
 // Weights as quants of 8 or 4 bits: done once per load, so plain code for all levels, some rows per task.
 //
-// The rules, and the places and parts that are tried, are those of ops/quantized.py. Sums are added in another order,
-// so that of two nearly equal ways to round a group another one may be taken.
+// The rules, and the candidates that are tried, are those of ops/quantized.py. Sums are added in another order, so that
+// of two nearly equal candidates for a group the other one may be chosen.
 #include "kernels/linear/round_weight.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 namespace tilewright {
 namespace {
 
-using Lanes = float __attribute__((vector_size(16)));  // what every machine of either architecture has
+using Lanes = float __attribute__((vector_size(16)));  // supported by every machine of either architecture
 constexpr int kLanes = 4, kMaxGroup = 256;
 
 Lanes all(float x) { return Lanes{x, x, x, x}; }
@@ -31,7 +31,7 @@ Lanes clamp(Lanes v, float least, float most) {
   for (int i = 0; i < kLanes; ++i) v[i] = std::min(std::max(v[i], least), most);
   return v;
 }
-// To the nearest integer, ties to even: of values below 2^22, as clamped ones are.
+// Rounds to the nearest integer, ties to even, values below 2^22, as clamped ones are.
 Lanes round(Lanes v) { return (v + all(12582912.0f)) - all(12582912.0f); }
 
 uint32_t bits_of(float value) {
@@ -40,7 +40,7 @@ uint32_t bits_of(float value) {
   return bits;
 }
 
-// fp16 nearest to a value, ties to even; an infinity where it is too large.
+// Returns the fp16 nearest to a value, ties to even; infinity if it is too large.
 f16 half_of(float value) {
   const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};
@@ -52,7 +52,7 @@ f16 half_of(float value) {
 
 float inverse(float scale) { return scale == 0.0f ? 0.0f : 1.0f / scale; }
 
-// A group of a row, filled up with zeros, and how it was rounded best so far.
+// A group of a row, padded with zeros, and its best rounding so far.
 struct Group {
   alignas(16) float values[kMaxGroup];
   int size;
@@ -60,7 +60,7 @@ struct Group {
   float least_error = 0;
   f16 scale = {0}, min = {0};
 
-  // The first one is taken in any case: a scale that fp16 does not hold gives no error that compares, and is told.
+  // The first candidate is always accepted: a scale that does not fit fp16 has no comparable error, and is reported.
   void offer(float error, f16 own_scale, f16 own_min) {
     if (is_rounded && !(error < least_error)) return;
     is_rounded = true;
@@ -110,7 +110,7 @@ void try_uint4(Group& group) {
         products += n * (v - all(mean));
       }
       group.offer(sum_of(error), scale, min);
-      // The line through the quants with the least squared error; a group of one quant keeps its own.
+      // Least-squares line through the quants; a group with a single quant keeps its own.
       const float centre = sum_of(quants) / count, spread = sum_of(squares) - sum_of(quants) * centre;
       if (spread > 0) step = sum_of(products) / spread;
       low = mean - step * centre;
@@ -157,7 +157,7 @@ void round_whole_row(const RoundArgs& args, const T* x, int64_t row) {
 
 struct Steps {
   float step = 1, base = 0, inverted = 1;
-  float last = 15;  // the quant whose byte is the last
+  float last = 15;  // the quant of the last byte
 
   Steps() = default;
   Steps(float own_step, float own_base)
@@ -169,7 +169,7 @@ struct Steps {
   Lanes quants(const float* values) const { return round(clamp((load(values) - all(base)) * all(inverted), 0, last)); }
 };
 
-// Those of the least squared error among some steps, each with a base that is fitted to its quants.
+// Returns the steps with the least squared error among several, each with a base fitted to its quants.
 Steps best_steps(const float* values, int size) {
   const auto [least, most] = std::minmax_element(values, values + size);
   Lanes total = all(0);
@@ -199,7 +199,7 @@ Steps best_steps(const float* values, int size) {
   return best;
 }
 
-// A rotated row, whose scale takes the value farthest from zero to 127.
+// Rounds a rotated row, with a scale that maps its extreme to 127.
 void round_in_steps(const RoundArgs& args, float* rotated, int64_t row) {
   const int size = static_cast<int>(args.form.group_size);
   const int64_t depth = args.form.depth(), num_groups = args.form.num_groups();
@@ -220,7 +220,7 @@ void round_in_steps(const RoundArgs& args, float* rotated, int64_t row) {
   }
 }
 
-// Divided by the size of the rotation, so that products with rotated rows are those with rows as they came.
+// Divided by the size of the rotation, so that products with rotated rows equal those of the originals.
 template <class T>
 void round_rotated_row(const RoundArgs& args, const T* x, int64_t row) {
   const int64_t k = args.form.k, depth = args.form.depth();
@@ -244,7 +244,7 @@ void round_row(const RoundArgs& args, int64_t row) {
 }  // namespace
 
 void round_weight(const RoundArgs& args) {
-  constexpr int64_t kRows = 8;  // of a task: some 100 us
+  constexpr int64_t kRows = 8;  // per task: some 100 us
   parallel_for(ceil_div(args.form.n, kRows), [&](int64_t task) {
     for (int64_t row = task * kRows; row < std::min((task + 1) * kRows, args.form.n); ++row)
       args.weight.dtype == DType::bf16 ? round_row<bf16>(args, row) : round_row<float>(args, row);

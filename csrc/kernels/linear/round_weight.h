@@ -1,5 +1,5 @@
-// A weight [N, K], fp32 or bf16, rounded to int8 (whole rows, rotated or not, or groups), int4, rotated or
-// not, or uint4, as ops/quantized.py says.
+// Rounds a weight [N, K], fp32 or bf16, to int8 (whole rows, rotated or not, or groups), int4, rotated or not, or
+// uint4, by the rules of ops/quantized.py.
 #pragma once
 
 #include "base/packed_weight.h"

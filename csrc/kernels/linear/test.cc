@@ -23,7 +23,7 @@ constexpr Size kSizes[] = {{1, 2, 1},    {1, 34, 33},   {3, 66, 31},  {16, 32, 6
 
 double silu(double x) { return x / (1.0 + std::exp(-x)); }
 
-// What a product in fp16 may be off by, of the size of its sum: six times what random numbers leave of it.
+// Tolerance of a product in fp16, relative to its sum: six times the error for random numbers.
 constexpr double kHalvesError = 0.004;
 
 template <class TX, class TW, class TY>
@@ -68,13 +68,13 @@ void check_linear(Size size, Edge edge, bool gated, WeightLayout layout) {
   args.activation = Activation::silu;
   linear(args);
   const bool in_halves = layout == WeightLayout::halves && kIsBf16<TX>;
-  // Sums are of a size of 5 or less; with a gate both factors are off by as much, times the other.
+  // Sums are at most about 5; with a gate both factors have this error, times the other.
   const double halves_tolerance = (gated ? 3 : 1) * 5 * kHalvesError;
   check_close(y.data(), expected.data(), m * columns, in_halves ? halves_tolerance : 1e-4,
               "linear " + std::to_string(m) + " x " + std::to_string(n) + " x " + std::to_string(k));
 }
 
-// Those in which the level in use reads weights of bf16.
+// Layouts in which the active level reads bf16 weights.
 std::vector<WeightLayout> layouts() {
   const WeightLayout own = layout_of(WeightFormat::bf16);
   if (own == WeightLayout::tiles) return {own};
@@ -97,7 +97,7 @@ TEST(linear) {
   });
 }
 
-// A row of 70 has the same bits as the row alone, and as in any smaller batch: other kernels may multiply those.
+// A row of 70 has the same bits as the row alone, and as in any smaller batch, whose kernels may differ.
 template <class T>
 void check_rows_alone(WeightLayout layout) {
   constexpr int64_t m = 70, n = 40, k = 603;
@@ -211,7 +211,7 @@ TEST(unpack_gives_back_the_weight) {
   }
 }
 
-// A quantised weight [n, k] with all that it is made of.
+// A quantised weight [n, k] with all its parts.
 struct Quantized {
   Quantized(WeightFormat format, int64_t group_size, int64_t n, int64_t k, bool gated, Edge edge, Random& random)
       : form{.group_size = group_size, .format = format, .n = n, .k = k, .gated = gated},
@@ -244,10 +244,10 @@ struct Quantized {
                  {steps.data(), 2 * groups, DType::u8}});
   }
 
-  // Of scales as they come.
+  // Type of unpacked scales.
   DType scale_dtype() const { return has_steps(form.format) ? DType::f32 : form.scale_dtype(); }
 
-  // fp16 as 1.m x 2^-7 to 2^-9, or fp32.
+  // Fills in scales: fp16 as 1.m x 2^-7 to 2^-9, or fp32.
   void fill_scales(const GuardedBuffer<uint8_t>& to, float size, Random& random) {
     for (int64_t i = 0; i < form.n * form.num_groups(); ++i) {
       const auto half = static_cast<uint16_t>((6 + random.bits() % 3) << 10 | random.bits() % 1024);
@@ -270,7 +270,7 @@ struct Quantized {
     return wide;
   }
   int64_t group_of(int64_t i) const { return form.group_size ? i / form.group_size : 0; }
-  // What a quant stands for; of rotated rows, in the rotated one.
+  // Value of a quant; for rotated rows, in the rotated one.
   double value(int64_t row, int64_t i) const {
     const uint8_t code = values[row * form.num_quants() + i];
     if (has_steps(form.format)) {
@@ -287,7 +287,7 @@ struct Quantized {
     const double min = scale(mins, row, group_of(i));
     return whole - (has_zeros(form.format) ? own_scale * min : min);
   }
-  // Of the row as it came: a rotation is Hadamard's, of values that lie depth / size apart.
+  // Value in the original row: the rotation is Hadamard's, of values depth / size apart.
   double turned_back(int64_t row, int64_t i) const {
     if (!is_rotated(form.format)) return value(row, i);
     const int64_t width = form.depth() / rotation_size(form.depth());

@@ -1,8 +1,8 @@
-// Products with weights of a byte and x as it is. Include after base/quads of the level.
+// Products with byte weights and x that is not rounded. Include after base/quads of the level.
 //
-// A byte, fp8 or an integer, becomes the bf16 that has its value, in the cache, a few tiles before it is
-// multiplied: memory is read at 8 bits. The sum of a group, in fp32, enters the output as fma(sum, scale, output), in
-// order of groups: nothing is rounded but x, and that only to the model's type.
+// A byte, fp8 or an integer, is converted to bf16 of the same value, in the cache, a few tiles before it is multiplied:
+// memory is read at 8 bits. The sum of a group, in fp32, enters the output as fma(sum, scale, output), in order of
+// groups: only x is rounded, to the model's type.
 #pragma once
 
 #include "base/dot.h"
@@ -12,12 +12,12 @@
 namespace tilewright {
 namespace {
 
-// Rows whose sums are held at a time: a multiple of those that registers hold, whatever the level.
+// Rows whose sums are held at a time: a multiple of those that registers hold, at any level.
 inline constexpr int kRowsAtOnce = 96;
-// Tiles of depth that are turned into bf16 at a time where few rows use them: 8 KB, which stay in the L1 cache.
+// Tiles of depth converted to bf16 at a time if few rows use them: 8 KB, which stay in the L1 cache.
 inline constexpr int kWidenedTiles = 4;
 
-// `count` bytes, whole rows of tiles, as bf16.
+// Converts `count` bytes, whole rows of tiles, to bf16.
 inline void widen_bytes(WeightFormat format, const uint8_t* bytes, int64_t count, bf16* wide) {
   if (format == WeightFormat::fp8)
     for (int64_t i = 0; i < count; i += 32) widen_fp8(bytes + i, wide + i);
@@ -32,8 +32,8 @@ inline void widen_bytes(WeightFormat format, const uint8_t* bytes, int64_t count
   }
 }
 
-// Bytes as an operand of multiply_tiles, which finds these functions by their type: fp32 products of few rows take
-// weights straight from memory.
+// Bytes as an operand of multiply_tiles, which finds these functions by their type: fp32 products of few rows read
+// weights directly from memory.
 struct Fp8Byte {
   uint8_t bits;
 };
@@ -76,7 +76,7 @@ inline void add_scaled(const PackedWeight& weight, int64_t strip, int64_t group,
   }
 }
 
-// A strip whose bytes become TB: all of it at once where its tiles are used again and again, else a few at a time.
+// Multiplies a strip whose bytes are converted to TB: all at once if its tiles are reused, else a few at a time.
 template <class TB, class Left>
 void multiply_widened(const LinearArgs& args, const Left* x, int64_t row_begin, int64_t row_end, bool at_once,
                       int64_t strip, TB* wide) {
@@ -109,7 +109,7 @@ void multiply_widened(const LinearArgs& args, const Left* x, int64_t row_begin, 
   }
 }
 
-// Up to kDotRows rows, whose sums are in registers: each byte is turned into fp32 once, on its way to them.
+// Multiplies up to kDotRows rows, whose sums are in registers: each byte is converted to fp32 once, when loaded.
 template <class Byte>
 void multiply_bytes(const LinearArgs& args, const float* x, int64_t row, int rows, int64_t strip) {
   const PackedWeight& weight = args.weight;
@@ -151,7 +151,7 @@ void widened_run(const LinearArgs& args, const void* packed_x, int64_t block_beg
     };
     return args.weight.format == WeightFormat::fp8 ? run(Fp8Byte{}) : run(Int8Byte{});
   }
-  // fp32 products: as in generic.h, tiles of fp32 pay where enough rows use them.
+  // fp32 products: as in generic.h, tiles of fp32 pay off if enough rows use them.
   if ((block_end - block_begin) * kRowBlock >= kRowsToWiden && args.m >= kRowsToWiden)
     widened_run_as<float, float>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   else

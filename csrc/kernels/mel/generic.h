@@ -1,9 +1,9 @@
 // Log-mel frames in terms of Vec; each ISA file includes this after its Vec.
 //
-// A lane is a frame: all frames of a Vec go through the same transform, with no shuffle but where samples come in and
-// bins go out. A real transform of 400 samples is a complex one of 200 points, the even samples and the odd ones, taken
-// apart again; the 200 points are transformed by passes of 5, 5, 4 and 2, each of which sorts what it writes
-// (Stockham), so that no pass is left for reordering.
+// A lane is a frame: all frames of a Vec go through the same transform, with shuffles only where samples are loaded and
+// bins stored. A real transform of 400 samples is a complex one of 200 points, the even and the odd samples, separated
+// again afterwards; the 200 points are transformed by passes of 5, 5, 4 and 2, each of which writes its results in
+// order (Stockham), so that no reordering pass is needed.
 #pragma once
 
 #include "base/scratch.h"
@@ -42,7 +42,7 @@ struct Points {
   }
 };
 
-// The discrete transform of 2, 4 or 5 points in place.
+// Computes the discrete transform of 2, 4 or 5 points in place.
 inline void transform(Complex (&a)[2]) {
   const Complex sum = a[0] + a[1];
   a[1] = a[0] - a[1];
@@ -73,7 +73,7 @@ inline void transform(Complex (&a)[5]) {
   a[4] = even1 - odd1;
 }
 
-// One pass over transforms of `count` points that lie `stride` apart.
+// Runs one pass over transforms of `count` points that are `stride` apart.
 template <int kRadix>
 inline void pass(const MelTables& tables, int64_t count, int64_t stride, const Points& x, const Points& y) {
   const int64_t part = count / kRadix, step = kMelWindow / count;
@@ -90,7 +90,7 @@ inline void pass(const MelTables& tables, int64_t count, int64_t stride, const P
     }
 }
 
-// The windowed samples of a frame into its lane.
+// Loads the windowed samples of a frame into its lane.
 inline void load_frame(const MelArgs& args, int64_t frame, int lane, const Points& points) {
   const int64_t first = frame * kMelHop - kMelWindow / 2, last = args.num_samples - 1;
   for (int64_t i = 0; i < kMelWindow; ++i) {
@@ -102,7 +102,7 @@ inline void load_frame(const MelArgs& args, int64_t frame, int lane, const Point
   }
 }
 
-// The power of all frequencies, of the transform of the even samples and the odd ones as real and imaginary parts.
+// Computes the power of all frequencies from the transform of the even and odd samples as real and imaginary parts.
 inline void power_of(const MelTables& tables, const Points& points, float* power) {
   for (int64_t k = 0; k < kMelFrequencies; ++k) {
     const Complex z = points.load(k % kMelPoints), other = points.load((kMelPoints - k) % kMelPoints);
@@ -124,7 +124,7 @@ float mel_logs(const MelArgs& args, int64_t begin, int64_t end) {
   float largest = -__builtin_inff();
   for (int64_t first = begin; first < end; first += kLanes) {
     const int count = static_cast<int>(end - first < kLanes ? end - first : kLanes);
-    // The last frame fills up the lanes that are left.
+    // The last frame also fills the remaining lanes.
     for (int lane = 0; lane < kLanes; ++lane) load_frame(args, first + (lane < count ? lane : count - 1), lane, a);
     pass<5>(tables, 200, 1, a, b);
     pass<5>(tables, 40, 5, b, a);

@@ -15,7 +15,7 @@ TILEWRIGHT_TABLE(mel, MelKernels)
 namespace {
 
 constexpr float kBelowLargest = 8.0f;
-// A frame takes 4 us on one core, waking the team as long: 0.3 seconds of sound for each thread.
+// A frame takes 4 us on one core, waking the team as long: 0.3 seconds of sound per thread.
 constexpr int64_t kGrain = 32;
 
 MelTables make_tables() {

@@ -41,7 +41,7 @@ struct MelArgs {
 void log_mel(const MelArgs& args);
 
 struct MelKernels {
-  // Writes the logs of frames [begin, end) to y, and gives the largest.
+  // Writes the logs of frames [begin, end) to y, and returns the largest.
   float (*logs)(const MelArgs& args, int64_t begin, int64_t end);
   // Turns the logs of frames [begin, end) into results; `lowest` is 8 below the largest of all.
   void (*finish)(const MelArgs& args, float lowest, int64_t begin, int64_t end);

@@ -1,4 +1,4 @@
-// Choosing experts and adding up what they gave. Include after a Vec.
+// Chooses experts and combines their outputs. Include after a Vec.
 #pragma once
 
 #include "base/vec/math.h"
@@ -11,8 +11,8 @@ namespace {
 // NaN is worse than any number.
 inline bool better(float a, float b) { return a > b || (b != b && a == a); }
 
-// The k largest of a row, largest first, the lower index first among equals. Few logits of a row enter the list, so one
-// comparison each is nearly all it costs.
+// Finds the k largest of a row, largest first, the lower index first among equals. Few logits of a row enter the list,
+// so it costs little more than one comparison each.
 template <class T>
 inline void take_largest(const T* logits, int64_t num_experts, int64_t k, int32_t* ids, float* values) {
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -28,7 +28,7 @@ inline void take_largest(const T* logits, int64_t num_experts, int64_t k, int32_
   }
 }
 
-// The sum of fn(value) over a row.
+// Returns the sum of fn(value) over a row.
 template <class T, class Fn>
 inline float sum_of(const T* row, int64_t width, Fn fn) {
   return accumulate(width, [&](Vec sum, int64_t i, auto count) {

@@ -13,21 +13,21 @@ TILEWRIGHT_TABLE(moe, MoeKernels)
 
 namespace {
 
-// The experts' outputs of a chunk of tokens take at most this much; more tokens are taken in several chunks. 4,096
-// tokens of 8 experts of width 2,048 are then two chunks, each with enough rows per expert to hide the weights.
+// Bound on the experts' outputs of a chunk of tokens; more tokens are processed in several chunks. 4,096 tokens of 8
+// experts of width 2,048 are then two chunks, each with enough rows per expert to hide the weights.
 constexpr int64_t kMaxOutputBytes = int64_t{128} << 20;
 
-// Columns of a token added up by one task.
+// Columns of a token combined by one task.
 constexpr int64_t kCombineColumns = 1024;
 
-// The rows that go to one expert. Rows are sorted by expert; an expert's rows are cut into blocks of kRowBlock.
+// The rows of one expert. Rows are sorted by expert; an expert's rows are cut into blocks of kRowBlock.
 struct Group {
   int64_t expert;
   int64_t first_row, num_rows;
   int64_t first_block, num_blocks;
 };
 
-// Memory of one call, handed out piece by piece.
+// Memory of one call, allocated piece by piece.
 class Arena {
  public:
   explicit Arena(void* base) : base_(reinterpret_cast<uintptr_t>(base)) {}
@@ -40,7 +40,7 @@ class Arena {
   int64_t used() const { return used_; }
 
  private:
-  uintptr_t base_;  // null to find out how much is needed
+  uintptr_t base_;  // null to compute the required size
   int64_t used_ = 0;
 };
 
@@ -65,7 +65,7 @@ struct Product {
   }
 };
 
-// One call for a chunk of tokens.
+// A call for one chunk of tokens.
 class Call {
  public:
   explicit Call(const MoeArgs& args)
@@ -128,8 +128,8 @@ class Call {
       product->first_tasks = arena.take<int64_t>(max_groups_ + 1);
       product->strips_per_task = arena.take<int64_t>(max_groups_);
     }
-    // Blocks of x are read for the last time before the first block of act(gate) * up is packed, and act(gate) * up
-    // before the first output is written: each pair shares its memory.
+    // x is read for the last time before the first block of act(gate) * up is packed, and that before the first output
+    // is written: each pair shares its memory.
     char* packed = arena.take<char>(max_blocks_ * std::max(gate_up_.block_bytes, down_.block_bytes));
     gate_up_.packed = down_.packed = packed;
     const int64_t inner_bytes = args_.inner() * static_cast<int64_t>(size_of(args_.x.dtype));
@@ -141,7 +141,7 @@ class Call {
     outputs_ = reinterpret_cast<float*>(between);
   }
 
-  // Sorts the rows by expert: rows_ has each one's token, places_ where the row of a token and choice went.
+  // Sorts the rows by expert: rows_ has each one's token, places_ the row of each token and choice.
   void group_rows() {
     std::fill_n(next_rows_, args_.num_experts, 0);
     for (int64_t i = 0; i < num_rows_; ++i) ++next_rows_[args_.ids[i]];
@@ -166,9 +166,8 @@ class Call {
     return blocks_per_group(product.args, product.block_bytes, group.num_blocks);
   }
 
-  // Cuts each expert's product into tasks of about the same work, some 16 for each thread. A strip counts as 4 to read
-  // and 1 for each block of rows: 128 KB at 16 GB/s take as long as a matrix unit takes to multiply them by four
-  // blocks.
+  // Cuts each expert's product into tasks of about equal work, some 16 per thread. A strip counts as 4 to read and 1
+  // for each block of rows: 128 KB at 16 GB/s take as long as a matrix unit takes to multiply them by four blocks.
   void split(Product& product) {
     const int64_t num_strips = product.args.weight.num_strips();
     const auto work = [&](const Group& group) { return 4 + blocks_at_once(product, group); };

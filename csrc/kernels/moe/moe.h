@@ -1,4 +1,4 @@
-// Mixture of experts: which experts a token goes to, and what they make of it.
+// Mixture of experts: routes tokens to experts, and computes the experts.
 //
 //   route  logits [T, E] -> the k best experts of each token and their weights, fp32 inside
 //   moe    y[t] = residual[t] + sum over j of weights[t, j] * down_e(act(gate_e(x[t])) * up_e(x[t])), e = ids[t, j]
@@ -6,9 +6,9 @@
 //   x [T, D] bf16 or fp32; each expert's gate|up [2I, D] and down [D, I] packed as linear packs them (base/tile.h), one
 //   after the other; y [T, D]
 //
-// The products are linear's kernels over the rows that go to an expert, gathered. Between the two products act(gate) *
-// up has the type of x; the experts' outputs stay fp32 and are added in the order of ids[t], then the residual: one
-// rounding. A token's result does not depend on the tokens beside it.
+// The products are linear's kernels over the gathered rows of an expert. Between the two products act(gate) * up has
+// the type of x; the experts' outputs stay fp32 and are added in the order of ids[t], then the residual: one rounding.
+// A token's result does not depend on other tokens.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ void route(const RouteArgs& args);
 
 struct MoeArgs {
   Rows x;
-  const int32_t* ids = nullptr;    // [T, k], each in [0, num_experts): the caller has looked
+  const int32_t* ids = nullptr;    // [T, k], each in [0, num_experts), as checked by the caller
   const float* weights = nullptr;  // [T, k]
   PackedWeight gate_up, down;      // [2I, D] gated and [D, I], each of E experts one after the other
   Rows residual;                   // dtype of y; may be y; optional
@@ -54,7 +54,7 @@ void moe(const MoeArgs& args);
 
 struct MoeKernels {
   void (*route)(const RouteArgs& args, int64_t token_begin, int64_t token_end);
-  // Columns of one token: outputs holds rows of width() floats, of which rows[0..k) are the token's.
+  // Combines columns of one token: outputs holds rows of width() floats, of which rows[0..k) are the token's.
   void (*combine)(const MoeArgs& args, const float* outputs, const int32_t* rows, int64_t token, int64_t column_begin,
                   int64_t column_end);
 };

@@ -73,7 +73,7 @@ TEST(route) {
   });
 }
 
-// Tokens go to experts as `choose(token, j)` says.
+// Tokens go to the experts choose(token, j).
 template <class TX, class TW, class Choose>
 void check_moe(const Size& size, Edge edge, Choose choose) {
   const auto [tokens, experts, k, width, inner] = size;

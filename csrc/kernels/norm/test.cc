@@ -13,8 +13,8 @@ namespace {
 constexpr int64_t kOuter = 3, kInner = 2;
 constexpr float kEps = 1e-6f;
 
-// Rows of `width` with a gap after each, so that a kernel that ignores a stride or runs past a row is seen. The last
-// row ends the buffer.
+// Rows of `width` with a gap after each, which exposes a kernel that ignores a stride or runs past a row. The last row
+// ends the buffer.
 template <class T>
 struct GappedRows {
   GappedRows(int64_t width, Edge edge) : width(width), buffer(kOuter * kInner * (width + 1) - 1, edge) {}

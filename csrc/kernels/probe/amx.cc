@@ -8,7 +8,7 @@ namespace tilewright {
 namespace {
 
 // Tiles 0-3 accumulate the four products of operands 4, 5 (left) and 6, 7 (right): four chains of 16 cycles hide the
-// latency of 52, and a GEMM's inner loop has the same shape.
+// latency of 52, as in a GEMM's inner loop.
 #define TILEWRIGHT_MULTIPLY_TILES(instruction)                                                     \
   asm volatile("1:\n\t" instruction " %%tmm6, %%tmm4, %%tmm0\n\t" instruction                      \
                " %%tmm7, %%tmm4, %%tmm1\n\t" instruction " %%tmm6, %%tmm5, %%tmm2\n\t" instruction \

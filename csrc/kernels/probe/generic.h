@@ -6,11 +6,12 @@
 namespace tilewright {
 namespace {
 
-// Independent chains: a latency of 4 to 6 cycles on two ports needs 8 to 12, and some levels have 16 registers for them
-// and their operands.
+// Independent chains: a latency of 4 to 6 cycles on two ports needs 8 to 12, and some levels have only 16 registers for
+// them and their operands.
 inline constexpr int kChains = 12;
 
-// Eight accumulators of a cache line or less each: more than the additions' latency needs, so that loads are the limit.
+// Eight accumulators of at most a cache line each: more than the latency of additions needs, so that loads are the
+// limit.
 float sum_values(const float* values, int64_t count) {
   constexpr int kUnroll = 8;
   Vec sums[kUnroll];
@@ -23,11 +24,11 @@ float sum_values(const float* values, int64_t count) {
   return reduce_add(sums[0]);
 }
 
-// chain += a * b, the form that every unit has, stops growing where its last place is larger: no overflow and no
-// denormals however long it runs.
+// chain += a * b, which every unit has, stops growing once its last place is larger: no overflow and no denormals
+// however long it runs.
 int64_t multiply_fp32(int64_t rounds, float* sink) {
   const Vec a = Vec::set1(0.875f), b = Vec::set1(0.125f);
-  // Unrolled by hand: gcc 12 keeps an array that it goes through in a loop anywhere on the stack, and stores to it.
+  // Unrolled by hand: gcc 12 keeps an array that a loop indexes on the stack, and stores to it.
   Vec chains[kChains];
 #pragma GCC unroll 12
   for (int c = 0; c < kChains; ++c) chains[c] = Vec::set1(static_cast<float>(c));

@@ -1,5 +1,5 @@
-// The multiply loops of types that the plain level has no unit for: those of fp32. Include after generic.h; the other
-// levels have the same names.
+// The scalar level has no units for other types: their multiply loops are fp32's. Include after generic.h; the other
+// levels define the same names.
 #pragma once
 
 namespace tilewright {

@@ -25,7 +25,7 @@ void on_workers(int num_workers, Fn& fn) {
   run_workers(num_workers, [](void* context, int worker) { (*static_cast<Fn*>(context))(worker); }, &fn);
 }
 
-// A value the compiler must believe is used.
+// Makes the compiler treat a value as used.
 void consume(float value) { asm volatile("" : : "g"(value)); }
 
 int64_t run_rounds(MultiplyLoop loop, int64_t rounds) {
@@ -35,9 +35,9 @@ int64_t run_rounds(MultiplyLoop loop, int64_t rounds) {
   return operations;
 }
 
-// As many rounds as take one or two milliseconds: long against starting the workers, short enough to fall between the
-// turns of a busy neighbour. Found on the calling thread alone, by the best of three: neither a worker that starts late
-// nor a lost turn must pass for slow arithmetic.
+// Returns as many rounds as take one or two milliseconds: long compared with starting the workers, short enough to fit
+// between the time slices of other processes. Measured on the calling thread alone, as the best of three: neither a
+// late worker nor a lost time slice must look like slow arithmetic.
 int64_t rounds_for(MultiplyLoop loop) {
   for (int64_t rounds = 1024;; rounds *= 2) {
     double best = 1;
@@ -50,7 +50,7 @@ int64_t rounds_for(MultiplyLoop loop) {
   }
 }
 
-// Memory of its own, in huge pages where the system grants them: page walks are not what is measured.
+// Its own memory, in huge pages if the system grants them: page walks are not what is measured.
 class Mapping {
  public:
   explicit Mapping(int64_t size_bytes) : size_(static_cast<size_t>(size_bytes)) {
@@ -68,8 +68,8 @@ class Mapping {
   size_t size_;
 };
 
-// `values` in slices of 32 MiB per worker, each cut into one part per worker at whole cache lines. Timed by the slice,
-// a few milliseconds each: a neighbour that takes the CPU for a while spoils some of them and not the best.
+// `values` in slices of 32 MiB per worker, each cut into one part per worker at whole cache lines. Timed by slice, a
+// few milliseconds each: another process that uses the CPU for a while spoils some of them, not the best.
 class Slices {
  public:
   Slices(float* values, int64_t count, int num_workers)
@@ -104,7 +104,7 @@ std::vector<std::vector<double>> read_bandwidth(int64_t size_bytes, const std::v
   const ProbeKernels& kernels = probe_kernels();
   const Mapping buffer(size_bytes);
   const int64_t count = size_bytes / static_cast<int64_t>(sizeof(float));
-  // Written first by the worker that reads it later, so that its pages are on that worker's NUMA node.
+  // First written by the worker that reads it later, so that its pages are on that worker's NUMA node.
   const Slices touched(buffer.data(), count, *std::max_element(worker_counts.begin(), worker_counts.end()));
   for (int64_t slice = 0; slice < touched.num_slices(); ++slice)
     touched.on_parts(slice, [](float* part, int64_t length) { std::fill(part, part + length, 1.0f); });
@@ -112,7 +112,7 @@ std::vector<std::vector<double>> read_bandwidth(int64_t size_bytes, const std::v
   std::vector<std::vector<double>> rates(worker_counts.size());
   const auto start = Clock::now();
   do {
-    // One count goes through the whole buffer before the next starts: it finds nothing of it in the caches.
+    // One worker count reads the whole buffer before the next starts, which finds none of it in the caches.
     for (size_t i = 0; i < worker_counts.size(); ++i) {
       const Slices slices(buffer.data(), count, worker_counts[i]);
       for (int64_t slice = 0; slice < slices.num_slices(); ++slice) {

@@ -1,4 +1,4 @@
-// The probes compute what they claim to, so that what they time is what they name.
+// The probes compute what they claim to, so that they time what they name.
 #include <cmath>
 
 #include "kernels/probe/probe.h"

@@ -12,7 +12,7 @@ inline T* at(const void* data, int64_t offset) {
   return static_cast<T*>(const_cast<void*>(data)) + offset;
 }
 
-// kVecs Vecs side by side for each summand: as many loads under way as hide the way to another core's cache.
+// kVecs adjacent Vecs of each summand: enough loads in flight to hide the latency of another core's cache.
 template <class X, class T, int kVecs, class Count>
 inline void reduce_block(const ReduceArgs& args, int64_t i, Count count) {
   Vec sums[kVecs];

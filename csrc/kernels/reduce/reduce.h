@@ -1,4 +1,4 @@
-// The sum of vectors of one length, as a reduction over ranks needs it (csrc/parallel).
+// The sum of vectors of one length, as in a reduction over ranks (csrc/parallel).
 //
 //   out[i] = (((x_0[i] + x_1[i]) + x_2[i]) + ...) + addend[i]
 //
@@ -24,9 +24,9 @@ struct ReduceArgs {
   DType x_dtype = DType::f32, dtype = DType::f32;  // of x; of addend, out and copy: the same, or bf16 for x of f32
 };
 
-// All elements, on the threads of the team.
+// Sums all elements, on the threads of the team.
 void reduce(const ReduceArgs& args);
-// The elements [begin, end), on the calling thread: the caller splits the work.
+// Sums the elements [begin, end), on the calling thread: the caller splits the work.
 void reduce_span(const ReduceArgs& args, int64_t begin, int64_t end);
 
 struct ReduceKernels {

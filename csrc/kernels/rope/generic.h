@@ -34,7 +34,7 @@ void rope_table_tokens(const RopeTableArgs& args, int64_t begin, int64_t end) {
     args.position_dtype == DType::i64 ? table_row<int64_t>(args, token) : table_row<float>(args, token);
 }
 
-// The norm as a factor per element, scale * weight, or nothing at all.
+// The norm as a factor per element, scale * weight, or none.
 struct NormFactor {
   const float* weight;
   Vec scale;
@@ -81,7 +81,7 @@ void rotate_pairs(const T* x, T* y, const float* cos_row, const float* sin_row, 
   for (; i + Vec::kLanes <= half; i += Vec::kLanes)
     rotate(x + 2 * i, y + 2 * i, Vec::load(cos_row + i), Vec::load(sin_row + i), norm, 2 * i);
   if (i == half) return;
-  // The last pairs pass through whole vectors of their own: nothing beyond the head is touched.
+  // The last pairs go through whole vectors in a buffer: nothing beyond the head is touched.
   const int64_t left = half - i;
   T pairs[2 * Vec::kLanes] = {};
   std::memcpy(pairs, x + 2 * i, 2 * left * sizeof(T));
@@ -96,7 +96,8 @@ void rotate_pairs(const T* x, T* y, const float* cos_row, const float* sin_row, 
   std::memcpy(y + 2 * i, pairs, 2 * left * sizeof(T));
 }
 
-// The same head of the next token: behind q and k of a packed row lies v, where the hardware's look-ahead ends.
+// Prefetches the same head of the next token: after q and k of a packed row comes v, where the hardware prefetcher
+// stops.
 template <class T>
 inline void prefetch_head(const T* x, int64_t width) {
   constexpr int64_t kLine = 64 / sizeof(T);
@@ -116,8 +117,8 @@ void rotate_head(const RopeArgs& args, const T* x, T* y, const float* cos_row, c
   });
 }
 
-// Heads normed together: their sums, then their square roots, then their rotations. Each of these waits long for its
-// own result, and a head at a time would wait for all three in turn.
+// Heads normed together: their sums, then their square roots, then their rotations. Each of these has a long latency,
+// and a single head would wait for all three in turn.
 constexpr int kHeadsAtOnce = 16;
 
 template <class T>

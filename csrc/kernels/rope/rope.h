@@ -28,7 +28,7 @@ struct RopeTableArgs {
 
 // [T, H, K]; y may be x.
 struct RopeHeads {
-  Heads x, y;  // of one type, which that of all parts is
+  Heads x, y;  // of one type, common to all parts
   int64_t num_heads = 0;
   const float* norm_weight = nullptr;  // [K], or null: no norm
 };

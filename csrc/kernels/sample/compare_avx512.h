@@ -16,7 +16,7 @@ inline Vec select_bits(Vec a, Vec b, uint32_t lanes) {
   return {_mm512_mask_mov_ps(b.v, static_cast<__mmask16>(lanes), a.v)};
 }
 
-// In a register and then whole: vcompressps to memory is microcode on Zen 4, some 100 cycles.
+// Compressed in a register and stored whole: vcompressps to memory is microcode on Zen 4, some 100 cycles.
 inline void store_bits(Vec a, uint32_t lanes, float* out) {
   _mm512_storeu_ps(out, _mm512_maskz_compress_ps(static_cast<__mmask16>(lanes), a.v));
 }

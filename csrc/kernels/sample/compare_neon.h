@@ -22,7 +22,7 @@ inline Vec keep_bits(Vec a, uint32_t lanes) {
 inline Vec select_bits(Vec a, Vec b, uint32_t lanes) { return {vbslq_f32(spread_bits(lanes), a.v, b.v)}; }
 
 inline void store_bits(Vec a, uint32_t lanes, float* out) {
-  // The lanes of each set of bits, packed to the front: the bytes of a look-up, four for each lane.
+  // Lanes of each set of bits, packed to the front: the bytes of a look-up, four per lane.
   static constexpr struct Orders {
     uint8_t bytes[16][16] = {};
     constexpr Orders() {

@@ -1,4 +1,4 @@
-// Comparisons of Vec lanes as bits. Include after base/vec/scalar.h; the other levels have the same names.
+// Comparisons of Vec lanes as bits. Include after base/vec/scalar.h; the other levels define the same names.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ inline Vec select_bits(Vec a, Vec b, uint32_t lanes) {
   return a;
 }
 
-// Writes the given lanes of a to out one after the other, and perhaps garbage after them, kLanes in all.
+// Stores the given lanes of a consecutively to out, possibly followed by garbage, kLanes in all.
 inline void store_bits(Vec a, uint32_t lanes, float* out) {
   for (int i = 0; i < Vec::kLanes; ++i)
     if (lanes >> i & 1) *out++ = a.v[i];

@@ -28,7 +28,7 @@ Logits<T> row_of(const LogitRows& logits, int64_t row) {
   return {static_cast<const T*>(logits.data) + row * logits.stride, logits.vocabulary};
 }
 
-// Which tokens are kept, and what they weigh: e^((x - largest) / temperature) for x >= threshold.
+// The kept tokens, and their weights: e^((x - largest) / temperature) for x >= threshold.
 struct Filter {
   float largest, inverse_temperature, threshold;
 
@@ -37,7 +37,8 @@ struct Filter {
   uint32_t kept(Vec v) const { return lanes_at_least(v, Vec::set1(threshold)); }
 };
 
-// The sum of weights of values [begin, end) of a row: fp32 within, a few hundred at most, so that the error stays 1e-6.
+// Returns the sum of weights of values [begin, end) of a row, in fp32: at most a few hundred values, so that the error
+// stays 1e-6.
 template <class T>
 double weight_of(Logits<T> row, const Filter& filter, int64_t begin, int64_t end) {
   Vec sum = Vec::zero();
@@ -49,7 +50,7 @@ double weight_of(Logits<T> row, const Filter& filter, int64_t begin, int64_t end
   return reduce_add(sum);
 }
 
-// Sums of weights per block; returns their total.
+// Computes sums of weights per block; returns their total.
 template <class T>
 double weigh_blocks(Logits<T> row, const Filter& filter, Workspace& work) {
   double total = 0;
@@ -62,13 +63,13 @@ double weigh_blocks(Logits<T> row, const Filter& filter, Workspace& work) {
   return total;
 }
 
-// The threshold of top-p on what the filter keeps.
+// Returns the threshold of top-p among what the filter keeps.
 template <class T>
 float top_p_threshold(Logits<T> row, const Filter& filter, float temperature, float top_p, Workspace& work) {
   const double total = weigh_blocks(row, filter, work);
   // All values below this bound together weigh less than (1 - p) * total, so the threshold is not among them.
   const double bound = std::log((1.0 - top_p) * total / static_cast<double>(row.size)) * temperature + filter.largest;
-  // A step down for the rounding of exp and of the bound itself.
+  // Lowered for the rounding of exp and of the bound itself.
   const float lowered = static_cast<float>(bound - 1e-5 * (temperature + std::fabs(bound)));
   const int64_t size = collect(row, lowered > filter.threshold ? lowered : filter.threshold, work);
   for_each_vec(size, [&](int64_t i, auto count) {
@@ -90,14 +91,14 @@ Filter make_filter(const SampleArgs& args, Logits<T> row, int64_t index, Workspa
   const auto raise = [&](float threshold) {
     if (threshold > filter.threshold) filter.threshold = threshold;
   };
-  raise(filter.largest - 87.0f * temperature);  // further down exp gives its smallest value instead of 0
+  raise(filter.largest - 87.0f * temperature);  // below that exp returns its smallest value instead of 0
   if (args.top_k[index] > 0 && args.top_k[index] < row.size) raise(kth_largest(row, args.top_k[index], work));
   if (args.top_p[index] < 1.0f) raise(top_p_threshold(row, filter, temperature, args.top_p[index], work));
   if (args.min_p[index] > 0.0f) raise(filter.largest + std::log(args.min_p[index]) * temperature);
   return filter;
 }
 
-// The first index at or above the filter's threshold.
+// Returns the first index at or above the filter's threshold.
 template <class T>
 int64_t first_kept(Logits<T> row, const Filter& filter) {
   if (filter.keeps_nothing()) return 0;
@@ -109,7 +110,7 @@ int64_t first_kept(Logits<T> row, const Filter& filter) {
   return 0;
 }
 
-// The first index at which the running sum of weights exceeds uniform * total.
+// Returns the first index at which the running sum of weights exceeds uniform * total.
 template <class T>
 int64_t pick(Logits<T> row, const Filter& filter, double uniform, Workspace& work) {
   const double target = uniform * weigh_blocks(row, filter, work);
@@ -128,7 +129,7 @@ int64_t pick(Logits<T> row, const Filter& filter, double uniform, Workspace& wor
       if (sum > target) return last_kept;
     }
   }
-  return last_kept;  // one by one the block may add up to a rounding less than its sum
+  return last_kept;  // added one by one the block may sum to a rounding step less
 }
 
 template <class T>
@@ -157,7 +158,7 @@ void probability_row(const SampleArgs& args, int64_t index, Workspace& work) {
   });
 }
 
-// How many of values [begin, end) are at or above a threshold.
+// Returns how many of values [begin, end) are at or above a threshold.
 template <class T>
 int64_t count_at_least(Logits<T> row, float threshold, int64_t begin, int64_t end) {
   int64_t count = 0;
@@ -170,10 +171,10 @@ int64_t count_at_least(Logits<T> row, float threshold, int64_t begin, int64_t en
   return count;
 }
 
-// The top_n of a row, in no order: all above the n-th largest, and of its equals those with the lowest indices.
+// Collects the top_n of a row, unordered: all above the n-th largest, and of its equals those with the lowest indices.
 template <class T>
 void collect_top(Logits<T> row, float nth_largest, int64_t top_n, int64_t* ids) {
-  // Those above fill the list from the front and the equals from the back; when they meet, the latest equal gives way.
+  // Those above fill the list from the front and the equals from the back; when they meet, the latest equal is dropped.
   int64_t num_above = 0, num_equal = 0;
   for_each_vec(row.size, [&](int64_t i, auto count) {
     uint32_t lanes = lanes_at_least(row.at(i, count), Vec::set1(nth_largest));
@@ -240,8 +241,8 @@ void log_prob_rows(const LogProbArgs& args, int64_t begin, int64_t end) {
   });
 }
 
-// -inf in the place of every value whose bit is 0. Most words are all ones within a text and all zeros within a
-// keyword: the former are not even read.
+// Sets every value whose bit is 0 to -inf. Most words are all ones within a text and all zeros within a keyword: values
+// of the former are not even read.
 void mask_values(float* logits, const int32_t* words, int64_t size) {
   const Vec nothing = Vec::set1(-kInfinity);
   for (int64_t begin = 0; begin < size; begin += 32) {

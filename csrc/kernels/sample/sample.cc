@@ -37,7 +37,7 @@ struct TopEntry {
   float logit, log_prob;
   int64_t id;
 
-  // By the logit: two that differ may have the same rounded log-probability.
+  // Ordered by the logit: two that differ may have the same rounded log-probability.
   bool operator<(const TopEntry& other) const {
     if (logit > other.logit || other.logit > logit) return logit > other.logit;
     return id < other.id;
@@ -80,7 +80,7 @@ void penalize(const PenaltyArgs& args) {
 
 void mask(const MaskArgs& args) {
   const auto kernel = select(kTable).mask;
-  // Rows in pieces of whole words, so that the few rows of a small batch keep all threads busy.
+  // Rows are cut into pieces of whole words, so that the few rows of a small batch keep all threads busy.
   constexpr int64_t kPiece = 16384;
   const int64_t vocabulary = args.logits.vocabulary, pieces = ceil_div(vocabulary, kPiece);
   parallel_for(args.count * pieces, [&](int64_t task) {

@@ -1,5 +1,5 @@
-// From logits [rows, V] to tokens, without sorting the vocabulary. All ops read NaN as -inf and +inf as the largest
-// float, compute in fp32 and add up in fp64; each row is the work of one thread, so the result depends on nothing else.
+// Turns logits [rows, V] into tokens, without sorting the vocabulary. All ops read NaN as -inf and +inf as the largest
+// float, compute in fp32 and sum in fp64; each row is computed by one thread, so the result depends on nothing else.
 //
 //   penalize       in place, for the tokens listed for a row:
 //                    repetition  x = x > 0 ? x / r : x * r      every listed token (of the prompt or the output)
@@ -34,7 +34,7 @@ struct LogitRows {
   DType dtype = DType::f32;
 };
 
-// For each row a list: entries [starts[row], starts[row + 1]).
+// A list for each row: entries [starts[row], starts[row + 1]).
 struct PenaltyArgs {
   LogitRows logits;
   const int64_t* starts = nullptr;

@@ -1,5 +1,5 @@
-// The k-th largest, or the value where the largest reach a share of the mass, by histograms over the bits of the
-// floats. Include after compare_*.h.
+// Finds the k-th largest value, or the value at which the largest reach a share of the mass, by histograms over the
+// bits of the floats. Include after compare_*.h.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace {
 inline constexpr float kLargest = 3.40282347e+38f;
 inline constexpr float kInfinity = __builtin_inff();
 
-// Unsigned integers in the order of the floats.
+// Maps floats to unsigned integers of the same order.
 inline uint32_t key_of(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -37,7 +37,7 @@ struct Logits {
   // NaN becomes -inf and +inf the largest float, so that differences are never NaN; -inf past the end.
   template <class Count>
   Vec at(int64_t i, Count count) const {
-    // max and min give their second operand where the first is NaN.
+    // max and min return their second operand if the first is NaN.
     const Vec clean = min(max(load_some(data + i, count), Vec::set1(-kInfinity)), Vec::set1(kLargest));
     if constexpr (std::is_same_v<Count, int64_t>) return keep_lanes(clean, 0, count, Vec::set1(-kInfinity));
     return clean;
@@ -63,7 +63,7 @@ inline constexpr int64_t kBlock = 512;  // values per entry of block_sums
 
 inline int64_t most_maxima(int64_t size) { return (size / (kGroupVecs * Vec::kLanes) + 1) * Vec::kLanes; }
 
-// The largest value, and the maxima of groups into the workspace.
+// Returns the largest value, and stores the maxima of groups in the workspace.
 template <class T>
 float find_maxima(Logits<T> row, Workspace& work) {
   Vec largest = Vec::set1(-kInfinity);
@@ -80,7 +80,7 @@ float find_maxima(Logits<T> row, Workspace& work) {
   return reduce_max(largest);
 }
 
-// Copies the values >= threshold to work.values, in order; returns how many.
+// Copies the values >= threshold to work.values, in order; returns their number.
 template <class T>
 int64_t collect(Logits<T> row, float threshold, Workspace& work) {
   int64_t found = 0;
@@ -95,13 +95,13 @@ int64_t collect(Logits<T> row, float threshold, Workspace& work) {
   return found;
 }
 
-// The largest of `values` such that those at or above it weigh `target` or more together (each 1 without weights); the
-// smallest where all do not. Reorders both arrays.
+// Returns the largest of `values` such that those at or above it weigh at least `target` together (each 1 without
+// weights); the smallest if all of them weigh less. Reorders both arrays.
 template <bool kWeighted>
 float select_from_top(float* values, float* weights, int64_t size, double target) {
   constexpr int kShifts[] = {21, 10, 0};
   uint32_t prefix = 0;
-  double above = 0;  // the weight of all that is larger than the bucket looked into
+  double above = 0;  // weight of all values above the current bucket
   for (const int shift : kShifts) {
     constexpr uint32_t kBuckets = 2048;
     double sums[kBuckets] = {};
@@ -129,7 +129,7 @@ float select_from_top(float* values, float* weights, int64_t size, double target
   return value_of(prefix);
 }
 
-// The k-th largest value, for k in [1, size]; find_maxima must have run, and its maxima are used up.
+// Returns the k-th largest value, for k in [1, size]; uses up the maxima of an earlier find_maxima.
 template <class T>
 float kth_largest(Logits<T> row, int64_t k, Workspace& work) {
   const double count = static_cast<double>(k);

@@ -36,7 +36,7 @@ struct Filters {
   float top_p, min_p;
 };
 
-// What sample draws from, in double: 0 where a token is not kept.
+// The distribution of `sample`, in double: 0 for tokens that are not kept.
 template <class T>
 std::vector<double> distribution(const GuardedBuffer<T>& logits, const Filters& filters) {
   const std::vector<int64_t> order = order_of(logits);
@@ -159,7 +159,7 @@ TEST(nan_is_never_drawn) {
   });
 }
 
-// Each row's words end where the guard page begins, and what lies past the vocabulary in the last one is set.
+// Each row's words end at the guard page, and bits past the vocabulary are set in the last one.
 void check_mask(int64_t size, Edge edge) {
   constexpr int64_t kRows = 4, kMasked = 2;
   constexpr int64_t rows[kMasked] = {3, 1};
