@@ -188,7 +188,7 @@ def test_a_stopped_engine_is_told_of_and_loses_nothing(serve):
 
 def test_a_server_that_is_killed_leaves_no_engine_behind(serve):
     server = serve()
-    assert any(f"the web page is {server.url}/," in line for line in server.lines)
+    assert any(f"the web page is at {server.url}/," in line for line in server.lines)
     engine = server.engine_pid()
     server.process.kill()
     deadline = time.monotonic() + 30

@@ -411,7 +411,7 @@ async def serve(
         if starting.done():
             await starting
             names = " and ".join(model["id"] for model in handler.model_objects())
-            _log.info("%s is ready: the web page is %s/, the API %s/v1", names, url, url)
+            _log.info("%s is ready: the web page is at %s/, the API answers at %s/v1", names, url, url)
         await serving
     except ProcessRefused as error:
         server.should_exit = True
