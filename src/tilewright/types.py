@@ -200,7 +200,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to one answer.
+    """Output that one step added to one answer.
 
     Every kind of output has its own field, empty if the step added none: text is empty, too, if tokens complete no
     character. Readers use the fields that are set, so that a step which only adds sound is a Delta like any other.

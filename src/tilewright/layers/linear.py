@@ -162,7 +162,7 @@ class GatheredLinear:
 
     @property
     def packed(self) -> PackedWeight:
-        """This rank's rows of the loaded weight."""
+        """Rows of the loaded weight that this rank has."""
         return self.weight.value
 
     def __call__(

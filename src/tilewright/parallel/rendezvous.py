@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What a rank needs to join its group, as plain data."""
+    """Plain data that a rank needs to join its group."""
 
     size: int
     name: str

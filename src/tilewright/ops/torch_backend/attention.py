@@ -1,7 +1,7 @@
 """softmax(scale Q K^T + mask) V over packed sequences, and keys and values in pages of plain rows.
 
-Which keys a query sees is a mask made of the starts, over all keys of the call. Queries come a block at a time, so that
-scores do not grow with the square of a batch.
+The keys that a query sees are a mask computed from the starts, over all keys of the call. Queries are processed in
+blocks, so that scores do not grow with the square of a batch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def elements_per_token(head_width: int) -> int:
 
 
 def empty_pages(num_pages: int, page_size: int, num_heads: int, head_width: int, dtype: torch.dtype) -> Tensor:
-    """[2, pages + 1, page_size, G, K]: all keys, then all values; the last page takes what belongs nowhere.
+    """Return [2, pages + 1, page_size, G, K]: all keys, then all values; the last page receives skipped rows.
 
-    What 8 bits stand for is kept as the bf16 that it is read as: this backend shows their error, not their size.
+    8-bit values are stored as the bf16 they decode to: this backend shows their error, not their size.
     """
     stored = torch.bfloat16 if dtype in LARGEST else dtype
     return torch.zeros(2, num_pages + 1, page_size, num_heads, head_width, dtype=stored, device=backend.device())
@@ -39,7 +39,7 @@ def read_pages(cache: KvCache) -> tuple[Tensor, Tensor]:
 
 
 def kv_store(k: Tensor, v: Tensor, cache: KvCache, slots: Tensor) -> None:
-    """To leave out tokens of negative slots one would have to wait for their number: they go to the last page."""
+    """Store k and v; tokens of negative slots go to the last page, as counting them would wait for the device."""
     if k.is_cuda and cache.dtype not in LARGEST and gpu_kernels.store_rows(k, v, pages_of(cache), slots):
         return
     if cache.dtype in LARGEST:
@@ -50,10 +50,10 @@ def kv_store(k: Tensor, v: Tensor, cache: KvCache, slots: Tensor) -> None:
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What x [T, G, K] is read as from a cache in 8 bits, a scale for each row."""
+    """Return x [T, G, K] as read from an 8-bit cache, with a scale for each row."""
     largest = LARGEST[dtype]
-    highest = x.float().abs().amax(-1, keepdim=True)  # NaN where one of the row is
-    # A number divided by a tensor would be its reciprocal times the number, rounded twice.
+    highest = x.float().abs().amax(-1, keepdim=True)  # NaN if one of the row is
+    # A number divided by a tensor would be computed as reciprocal times number, rounded twice.
     inverse = torch.where(highest < LEAST_SCALED, 0.0, torch.full_like(highest, largest) / highest)
     scaled = (x.float() * inverse).clamp(-largest, largest)
     quants = (scaled.round() if dtype == torch.int8 else scaled).nan_to_num(0.0).to(dtype)
@@ -63,13 +63,13 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def pages_of(cache: KvCache) -> Tensor:
-    """All keys and values [2, pages + 1, page_size, G, K] as they lie."""
+    """Return all keys and values [2, pages + 1, page_size, G, K] as stored."""
     if cache.data.dim() != 5:
         raise ValueError("the cache has pages of the native backend, expected those of the torch backend")
     return cache.data
 
 
-BLOCK_ELEMENTS = 1 << 25  # of scores, or of keys that are gathered: 128 MiB in fp32
+BLOCK_ELEMENTS = 1 << 25  # of scores, or of gathered keys: 128 MiB in fp32
 
 
 def paged_attention(
@@ -85,10 +85,10 @@ def paged_attention(
     soft_cap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """All columns of block_table are read: as many as the longest sequence needs cost the least.
+    """Attend over pages. All columns of block_table are read: it should be as narrow as the longest sequence allows.
 
-    In a decode step each query has the keys of its own sequence before it, gathered. In prefill, where those would be
-    copied for every query, all queries have the keys of all sequences, which are one matrix, and most are masked.
+    In a decode step each query reads the gathered keys of its own sequence. In prefill, where that would copy them for
+    every query, all queries use one matrix of the keys of all sequences, most of them masked.
     """
     num_tokens, num_sequences = len(q), len(kv_lengths)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -105,7 +105,7 @@ def paged_attention(
         options: dict[str, Any] = {"scale": scale, "causal": causal, "window": window, "key_counts": kv_lengths}
         return into(out, on_gpu.attend(q, *packed, query_starts, starts, max_queries, num_keys, **options))
     sequence = sequence_of_each(query_starts, num_tokens)
-    # The last query stands at the last key.
+    # The last query is at the last key.
     places = torch.arange(num_tokens, device=q.device) - query_starts[1:][sequence] + kv_lengths[sequence]
     key_places = torch.arange(num_keys, device=q.device)
 
@@ -154,7 +154,7 @@ def varlen_attention(
     query_sequence, key_sequence = sequence_of_each(query_starts, len(q)), sequence_of_each(key_starts, len(k))
     query_places = torch.arange(len(q), device=q.device) - query_starts[query_sequence]
     key_places = torch.arange(len(k), device=q.device) - key_starts[key_sequence]
-    # The last query stands at the last key.
+    # The last query is at the last key.
     ahead = (key_starts[1:] - key_starts[:-1]) - (query_starts[1:] - query_starts[:-1])
 
     def attend(block: slice) -> Tensor:
@@ -173,7 +173,7 @@ def varlen_attention(
 
 
 def _visible(query_places: Tensor, key_places: Tensor, causal: bool, window: int) -> Tensor:
-    """[T, S]: whether a query may look as far as a key."""
+    """Return [T, S]: whether a query may see a key, by their positions."""
     distance = query_places[:, None] - key_places
     visible = torch.ones_like(distance, dtype=torch.bool)
     if causal:
@@ -184,7 +184,7 @@ def _visible(query_places: Tensor, key_places: Tensor, causal: bool, window: int
 
 
 def _mask_of_pairs(mask: Tensor, sequence: Tensor, query_places: Tensor, key_places: Tensor) -> Tensor:
-    """[T, H or 1, S] of a mask [B or 1, H or 1, Sq or 1, Sk]; anything for keys of other sequences."""
+    """Return [T, H or 1, S] of a mask [B or 1, H or 1, Sq or 1, Sk]; anything for keys of other sequences."""
     of_sequence = sequence if mask.shape[0] > 1 else torch.zeros_like(sequence)
     row = query_places.clamp(max=mask.shape[2] - 1)
     column = key_places.clamp(max=mask.shape[3] - 1)
@@ -192,7 +192,7 @@ def _mask_of_pairs(mask: Tensor, sequence: Tensor, query_places: Tensor, key_pla
 
 
 def _in_blocks(attend: Callable[[slice], Tensor], q: Tensor, elements_per_query: int) -> Tensor:
-    """What `attend` gives for blocks of queries, as many at a time as there is room for."""
+    """Return the result of `attend` for blocks of queries, as large as the memory bound allows."""
     size = max(BLOCK_ELEMENTS // max(elements_per_query, 1), 1)
     blocks = [attend(slice(begin, begin + size)) for begin in range(0, len(q), size)]
     return torch.cat(blocks) if blocks else torch.empty_like(q)
@@ -207,7 +207,7 @@ def _attend(
     soft_cap: float,
     added: Tensor | None = None,
 ) -> Tensor:
-    """q [T, H, K] over keys of all queries [S, G, K], or of each [T, S, G, K]; seen and added are [T, H or 1, S]."""
+    """Attend q [T, H, K] to keys of all queries [S, G, K] or of each [T, S, G, K]; seen, added [T, H or 1, S]."""
     own = "t" if k.dim() == 4 else ""
     q_TGRK = q.float().unflatten(1, (k.shape[-2], -1))
     scores = torch.einsum(f"tgrk,{own}sgk->tgrs", q_TGRK, k.float()).flatten(1, 2) * scale
@@ -217,8 +217,8 @@ def _attend(
         scores = scores + added
     scores = scores.masked_fill(~seen, -torch.inf)
     sees_any = (scores > -torch.inf).any(-1, keepdim=True) | scores.isnan().any(-1, keepdim=True)
-    weights = torch.softmax(scores, dim=-1).masked_fill(~sees_any, 0.0)  # a query that sees nothing gives zeros
-    # A weight of 0 times a NaN is NaN: one that another sequence has must not get here, one that is seen must.
+    weights = torch.softmax(scores, dim=-1).masked_fill(~sees_any, 0.0)  # a query that sees no key gives zeros
+    # 0 times NaN is NaN: a NaN of another sequence must not get here, one that is seen must.
     is_bad = ~v.isfinite().all(-1).all(-1)
     values = v.float().masked_fill(is_bad[..., None, None], 0.0)
     attended = torch.einsum(f"tgrs,{own}sgk->tgrk", weights.unflatten(1, (k.shape[-2], -1)), values).flatten(1, 2)

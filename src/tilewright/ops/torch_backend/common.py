@@ -1,25 +1,25 @@
-"""What several ops need: results written where the caller wants them, the sequence of each token, rows of a pool."""
+"""Helpers shared by several ops: outputs written in place, the sequence of each token, rows of a pool."""
 
 import torch
 from torch import Tensor
 
 
 def into(out: Tensor | None, result: Tensor) -> Tensor:
-    """The result, in `out` if there is one."""
+    """Return the result, in `out` if there is one."""
     return result if out is None else out.copy_(result)
 
 
 def sequence_of_each(starts: Tensor, num_tokens: int) -> Tensor:
-    """int64 [T]: which of the packed sequences each token belongs to, for starts [B + 1]."""
+    """Return the packed sequence of each token, int64 [T], for starts [B + 1]."""
     tokens = torch.arange(num_tokens, device=starts.device, dtype=starts.dtype)
     return torch.searchsorted(starts[1:].contiguous(), tokens, right=True)
 
 
 def put_rows(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """pool[slots] = rows, but for negative slots.
+    """Set pool[slots] = rows, except for negative slots.
 
-    To leave rows out by a mask one would have to wait for their number. Instead each of them repeats the first that is
-    kept, and where none is, writes what is there.
+    Dropping rows by a mask would wait for their number. Instead each of them repeats the first kept one, or if none is
+    kept, writes back what is there.
     """
     if not len(slots):
         return
@@ -33,9 +33,9 @@ def put_rows(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
 def kept_states(
     num_tokens: int, starts: Tensor, read_slots: Tensor, write_slots: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Tokens, and the slots that the states of a recurrent layer after them go to; negative: to none.
+    """Return tokens and the slots for a recurrent layer's states after them; negative: not stored.
 
-    Without `write_slots` those are each sequence's last token and the slot that its state was read from.
+    Without `write_slots` these are each sequence's last token and the slot that its state was read from.
     """
     if write_slots is not None:
         return torch.arange(num_tokens, device=starts.device), write_slots

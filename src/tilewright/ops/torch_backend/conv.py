@@ -1,4 +1,4 @@
-"""Causal convolution over time with a carried state, and convolutions over pictures and clips, channels last."""
+"""Causal convolution over time with carried state, and convolutions over pictures and clips, channels last."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def causal_conv(
 
 
 def _windows(x: Tensor, num_taps: int, states: Tensor, starts: Tensor, read_slots: Tensor) -> Tensor:
-    """fp32 [T, W, C]: each token's input and the W - 1 before it, from its sequence or the state that went before."""
+    """Return each token's input and the W - 1 before it, from its sequence or its state: fp32 [T, W, C]."""
     tokens, taps = (torch.arange(size, device=x.device) for size in (len(x), num_taps))
     sequence = sequence_of_each(starts, len(x))
     source = tokens[:, None] + taps - (num_taps - 1)  # [T, W]
@@ -102,7 +102,7 @@ def plain_conv3d(
     norm: Tensor | None = None,
     norm_activation: str = "none",
 ) -> Tensor:
-    """The same of a weight [O, C, kt, kh, kw] that is no more than a tensor."""
+    """Return `conv3d` for a weight [O, C, kt, kh, kw] that is a plain tensor."""
     front = weight.shape[2] - 1 if time_padding is None else time_padding
     computed_in = x.dtype if on_gpu.is_half(x, weight) else torch.float32
     frames = x.to(computed_in) if previous is None else torch.cat((previous.to(computed_in), x.to(computed_in)), dim=1)
@@ -125,11 +125,11 @@ def plain_conv3d(
 def _convolve(frames: Tensor, weight: Tensor, bias: Tensor | None, stride: Triple) -> Tensor:
     if not frames.is_cuda:
         return functional.conv3d(frames, weight, bias, stride)
-    # cuDNN would multiply fp32 in TF32, of 10 bits, unless it is told not to.
+    # cuDNN would by default multiply fp32 in TF32, with 10 bits of mantissa.
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         if weight.shape[2] > 1 or stride[0] > 1:
             return functional.conv3d(frames, weight, bias, stride)
-        # Pictures: cuDNN has more and faster kernels for those than for clips of one frame.
+        # cuDNN has more and faster kernels for pictures than for clips of one frame.
         pictures = frames.movedim(2, 1).flatten(0, 1).contiguous(memory_format=torch.channels_last)
         y = functional.conv2d(pictures, weight[:, :, 0], bias, stride[1:])
         return y.unflatten(0, (frames.shape[0], -1)).movedim(1, 2)

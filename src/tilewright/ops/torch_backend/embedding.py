@@ -47,7 +47,7 @@ def rope_table(
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The angle is what fp32 makes of it; its cosine and sine are then taken in fp64 and rounded."""
+    """Compute the angle in fp32, and its cosine and sine in fp64, then round them."""
     angle = (positions.float()[axis_of_frequency.long()].T * inv_freq).double().contiguous()
     cos, sin = ((part * attention_scaling).float() for part in (angle.cos(), angle.sin()))
     return (cos, sin) if out is None else (out[0].copy_(cos), out[1].copy_(sin))
@@ -106,6 +106,6 @@ def norm_rope(
     weight_plus_one: bool = False,
     interleaved: bool = False,
 ) -> Tensor:
-    """One side of qk_norm_rope."""
+    """Apply qk_norm_rope to one of q and k."""
     normed = rms_norm(x.float(), weight, eps, weight_plus_one=weight_plus_one)
     return rope(normed, cos, sin, interleaved=interleaved).to(x.dtype)

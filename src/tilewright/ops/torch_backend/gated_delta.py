@@ -1,4 +1,4 @@
-"""Gated delta nets: projections taken apart, gates, the delta rule.
+"""Gated delta nets: splitting projections, gates, the delta rule.
 
 T packed tokens, B sequences, G key heads of width K, H value heads of width V; value head h reads key head h // (H/G).
 C tokens are a chunk.
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tilewright.ops.torch_backend.common import into, kept_states, put_rows, sequence_of_each
 
-# A chunk holds a state for each of its tokens: 32 take 64 MiB in the largest Qwen3.5 (32 heads of 128 x 128).
+# A chunk has a state for each of its tokens: 32 take 64 MiB in the largest Qwen3.5 (32 heads of 128 x 128).
 CHUNK_TOKENS = 32
 
 
@@ -70,7 +70,7 @@ def gated_delta_rule(
     eps: float = 1e-6,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A chunk of tokens at a time, of however many sequences: each goes on from its own state (`_chunk`)."""
+    """Compute one chunk of tokens at a time, of any number of sequences, each from its own state (`_chunk`)."""
     num_tokens = len(q)
     if not num_tokens:
         return torch.empty_like(v) if out is None else out
@@ -102,18 +102,18 @@ def gated_delta_rule(
 def _chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor, sequence: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """out [C, H, V] and the state after each token [C, H, K, V], for the state each token's sequence began with.
+    """Return out [C, H, V] and the state after each token [C, H, K, V], from the state each sequence began with.
 
     With the decay since then e_i = exp(g_1 + .. + g_i) and L_ij = beta_i (k_i . k_j) e_i / e_j below the diagonal, for
     tokens of one sequence, the values that tokens add are the solution of (I + L) U = beta (V - e K S).
     """
     is_earlier = (sequence[:, None] == sequence).tril()
-    # What is no number stays with its sequence: a product with 0 would take it to the others.
+    # NaN must stay in its sequence: a product with 0 would spread it to the others.
     is_bad = torch.stack([~x.flatten(1).isfinite().all(1) for x in (q, k, v, g, beta, initial)]).any(0)
     q, k, v, g, beta, initial = (
         x.masked_fill(is_bad.view(-1, *[1] * (x.dim() - 1)), 0.0) for x in (q, k, v, g, beta, initial)
     )
-    # In fp64: a sum that a strong decay went into has no digits left for the weak ones after it.
+    # In fp64: after a strong decay an fp32 sum has no digits left for weak ones.
     since = (is_earlier.double() @ g.double()).t()  # [H, C]
     decay = since.exp().float()[:, :, None]
     between = (since[:, :, None] - since[:, None, :]).masked_fill(~is_earlier, -torch.inf).exp().float()

@@ -1,46 +1,45 @@
-// What decoding on a GPU does too often to be several calls of torch: products of few rows, norms, the norm and rope of
-// heads, keys and values to their pages, attention over pages. bf16 in and out, fp32 within. Compiled by gpu_kernels.py
-// when first needed; the headers of CUDA are not, so bf16 is bits here.
+// Operations that decoding on a GPU runs too often for several calls of torch each: products of few rows, norms, the
+// norm and rope of heads, storing keys and values in pages, attention over pages. bf16 in and out, fp32 inside.
+// Compiled on first use by gpu_kernels.py, without CUDA's headers, so bf16 is bits here.
 //
-// A kernel starts while the one before it still runs, and waits for its results with `after_previous`. What comes
-// before that reads nothing but weights, which nobody writes. Every kernel waits, so that whatever came earlier is done
-// too.
+// A kernel starts while the one before it still runs, and waits for its results with `after_previous`. Before that it
+// reads only weights, which no kernel writes. Every kernel waits, so that all earlier ones are done too.
 //
 // Every integer argument is a long long. T tokens, H query heads, G heads of keys, K head width, B sequences.
 
 #ifndef ROWS  // of x in `few_rows`
 #define ROWS 1
 #endif
-#ifndef LANES  // that share a key in `decode_attention`: K / 8
+#ifndef LANES  // lanes that share a key in `decode_attention`: K / 8
 #define LANES 16
 #endif
-#ifndef GROUP  // query heads that read one head of keys
+#ifndef GROUP  // query heads that read one kv head
 #define GROUP 4
 #endif
 
 typedef unsigned short bf16;
 typedef long long number;
 
-constexpr int kWarps = 4;      // of every block but those of `rms_norm`
-constexpr int kBlockRows = 4;  // of w that a block of `few_rows` has
+constexpr int kWarps = 4;      // of every block except those of `rms_norm`
+constexpr int kBlockRows = 4;  // rows of w per block of `few_rows`
 constexpr int kMaxWidth = 256;
-constexpr float kNothing = -1e30f;  // a score below all others, of which differences are still numbers
+constexpr float kNothing = -1e30f;  // a score below all others, whose differences are finite
 
-// From here on the next kernel may start, up to where it waits.
+// Lets the next kernel start and run up to its wait.
 __device__ inline void let_next_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// What the kernels before have written is there.
+// Waits until the results of all earlier kernels are visible.
 __device__ inline void after_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Eight elements of a weight, which are read once: they take no room in the nearest cache from what is read again.
+// Loads eight elements of a weight, which is read once: they do not evict reused data from the nearest cache.
 __device__ inline uint4 read_once(const uint4* from) {
 #ifdef __CUDA_ARCH__
   uint4 packed;
@@ -80,10 +79,10 @@ __device__ inline float activated(float x, number activation) {
   return x;
 }
 
-// out [ROWS, n] = activation(x [ROWS, k] w [n, k]^T + bias) + residual; of a gated w activation(gate) * up, where the
+// out [ROWS, n] = activation(x [ROWS, k] w [n, k]^T + bias) + residual; for a gated w activation(gate) * up, where the
 // rows of up follow those of gate and out has n / 2 columns. A block has kBlockRows rows of w, in pairs of gate and up
-// if it is gated, and its threads share their columns: that reads long pieces of few rows at a time, which a memory
-// gives faster than short pieces of many. k is a multiple of 8.
+// if it is gated, and its threads split their columns: long pieces of few rows are read faster from memory than short
+// pieces of many. k is a multiple of 8.
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
     few_rows(const bf16* x, const bf16* w, const float* bias, const bf16* residual, void* out, number n, number k,
              number x_stride, number residual_stride, number out_stride, number has_bias, number has_residual,
@@ -100,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     if (column >= num_columns) column = 0;
     rows[i] = (const uint4*)(w + (is_gated && i % 2 ? column + num_columns : column) * k);
   }
-  uint4 next[kBlockRows];  // is under way while the loads before it are added up
+  uint4 next[kBlockRows];  // in flight while the previous loads are summed
   if (load < num_loads) {
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) next[i] = read_once(rows[i] + load);
@@ -152,8 +151,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-// out [T, width] = the RMS norm of x times a weight, to which one is added where `plus_one`. A block has a row, of
-// up to 32 warps; the width is a multiple of 8.
+// out [T, width] = the RMS norm of x times the weight, or 1 + weight if `plus_one`. A block of up to 32 warps computes
+// a row; the width is a multiple of 8.
 extern "C" __global__ void rms_norm(const bf16* x, const bf16* weight, bf16* out, number width, number x_stride,
                                     number out_stride, number plus_one, float eps) {
   __shared__ float squares[32];
@@ -179,9 +178,9 @@ extern "C" __global__ void rms_norm(const bf16* x, const bf16* weight, bf16* out
   }
 }
 
-// The RMS norm of every head of q [T, H, K] and k [T, G, K], times a weight [K], then rope, in place: a warp has a
-// head. `norm`: 0 none, 1 times the weight, 2 times 1 + the weight. cos and sin are [T, half]; the first 2 * half
-// elements of a head turn, i with i + half.
+// RMS-norms every head of q [T, H, K] and k [T, G, K], times a weight [K], then rotates it, in place, a warp per head.
+// `norm`: 0 none, 1 times the weight, 2 times 1 + the weight. cos and sin are [T, half]; the first 2 * half elements of
+// a head are rotated, i with i + half.
 extern "C" __global__ void norm_rope(bf16* q, bf16* k, const bf16* q_weight, const bf16* k_weight, const float* cos,
                                      const float* sin, number num_tokens, number q_heads, number k_heads, number width,
                                      number half, number q_stride, number q_head_stride, number k_stride,
@@ -217,8 +216,8 @@ extern "C" __global__ void norm_rope(bf16* q, bf16* k, const bf16* q_weight, con
   for (int i = 2 * half + lane; i < width; i += 32) x[i] = rounded(own[i]);
 }
 
-// Keys and values of a token, `width` elements each, to the row `slots[token]` of their pages; a negative slot is the
-// last row, which is nobody's. A block has a token; the width is a multiple of 8.
+// Stores keys and values of a token, `width` elements each, in row `slots[token]` of their pages; for a negative slot in
+// the last row, which is unused. A block stores a token; the width is a multiple of 8.
 extern "C" __global__ void store_rows(const bf16* k, const bf16* v, bf16* keys, bf16* values, const number* slots,
                                       number num_rows, number width, number k_stride, number v_stride) {
   let_next_start();
@@ -236,9 +235,9 @@ extern "C" __global__ void store_rows(const bf16* k, const bf16* v, bf16* keys, 
 }
 
 // Attention of one query per sequence, q [B, H, K], over pages [pages, page_size, G, K]: the last kv_lengths[b] - first
-// keys, where `window` > 0 leaves out those before first. Block (b * G + g, s) has the part s of the keys of a sequence
-// for the GROUP query heads of a head of keys; LANES lanes share a key. With one part `out` [B, H, K] is written, else
-// `partial` [B, H, parts, K + 2]: sums that are not divided yet, the largest score, and the sum of weights.
+// keys, where `window` > 0 excludes those before first. Block (b * G + g, s) computes part s of the keys of a sequence
+// for the GROUP query heads of a kv head; LANES lanes share a key. With one part `out` [B, H, K] is written, else
+// `partial` [B, H, parts, K + 2]: undivided sums, the largest score, and the sum of weights.
 extern "C" __global__ void decode_attention(const bf16* q, const bf16* keys, const bf16* values, const int* table,
                                             const int* kv_lengths, bf16* out, float* partial, number kv_heads,
                                             number page_size, number table_stride, number q_stride,
@@ -279,7 +278,7 @@ extern "C" __global__ void decode_attention(const bf16* q, const bf16* keys, con
       if (!is_key) continue;
       float now = score > largest[head] ? score : largest[head];
       float before = expf(largest[head] - now), share = expf(score - now);
-      if (score != score) before = share = score;  // NaN: its sequence shows it
+      if (score != score) before = share = score;  // NaN: its sequence's result is NaN
       largest[head] = now;
       weight[head] = weight[head] * before + share;
       for (int j = 0; j < 8; ++j) total[head][j] = total[head][j] * before + share * wide_v[j];
@@ -310,7 +309,7 @@ extern "C" __global__ void decode_attention(const bf16* q, const bf16* keys, con
   }
 }
 
-// out [B * H, width] of the parts that `decode_attention` left; a block has a row of it.
+// out [B * H, width] = the merged parts of `decode_attention`; a block computes a row.
 extern "C" __global__ void join_parts(const float* partial, bf16* out, number num_parts, number width) {
   let_next_start();
   after_previous();

@@ -1,6 +1,6 @@
-"""Kernels of gpu_kernels.cu: compiled when first needed, by the compiler that comes with torch's CUDA (NVRTC).
+"""Kernels of gpu_kernels.cu, compiled on first use by the compiler of torch's CUDA (NVRTC).
 
-Where they cannot be compiled, torch's own kernels compute the same in more calls; one warning says so.
+If they cannot be compiled, torch's own kernels compute the same in more calls, with one warning.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 _log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("gpu_kernels.cu")
-WARPS = 4  # of every block but those of norms
-BLOCK_ROWS = 4  # of the weight that a block multiplies
-MAX_ROWS = 4  # of x in a product: more are a library's
-MAX_NORMS = 64  # rows: of more, a library's kernel has enough to do
+WARPS = 4  # of every block except those of norms
+BLOCK_ROWS = 4  # rows of the weight per block
+MAX_ROWS = 4  # of x in a product: larger ones use a library's
+MAX_NORMS = 64  # rows: more are enough work for a library's kernel
 MAX_WIDTH = 256  # of a head whose norm and rope are one call
 MAX_GROUP = 8
-LANES = (4, 8, 16, 32)  # that may share a key
-KEYS_PER_PART = 32  # at least, where the keys of a sequence are split over blocks
+LANES = (4, 8, 16, 32)  # lanes that may share a key
+KEYS_PER_PART = 32  # at least, if the keys of a sequence are split over blocks
 MAX_PARTS = 32
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu_erf": 3}
 
 
 class _LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute, with a value that is a flag."""
+    """CUlaunchAttribute with a flag as its value."""
 
     _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("flag", ctypes.c_int), ("rest", ctypes.c_char * 60))
 
@@ -48,7 +48,7 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
-# PROGRAMMATIC_STREAM_SERIALIZATION: a kernel starts while the one before it runs. It waits for what it reads by itself.
+# PROGRAMMATIC_STREAM_SERIALIZATION: a kernel starts while the one before it runs, and waits for its inputs itself.
 _STARTS_EARLY = _LaunchAttribute(6, 0, 1)
 
 
@@ -83,13 +83,13 @@ def _as_c(argument: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_longlong
 
 
 def kernel(name: str, device: torch.device, **settings: int) -> _Kernel | None:
-    """The kernel with its settings; None where it cannot be compiled."""
+    """Return the kernel with its settings; None if it cannot be compiled."""
     return _compiled(name, device, tuple(settings.items())) if _is_usable(device) else None
 
 
 @functools.cache
 def _is_usable(device: torch.device) -> bool:
-    """Return whether kernels can be compiled for the device, tried with the plainest."""
+    """Return whether kernels can be compiled for the device, by trying the simplest one."""
     if device.type != "cuda":
         return False
     try:
@@ -115,7 +115,7 @@ def _compiled(name: str, device: torch.device, settings: tuple[tuple[str, int], 
 
 
 def _compile(source: str, options: list[str]) -> bytes:
-    """The machine code of a source."""
+    """Return the machine code of a source."""
     compiler = _nvrtc()
     program = ctypes.c_void_p()
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
@@ -138,7 +138,7 @@ def _compile(source: str, options: list[str]) -> bytes:
 
 
 def _nvrtc() -> Any:
-    """The library, which torch has loaded or can find."""
+    """Return the library, which torch has loaded or can find."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
         return ctypes.CDLL(f"libnvrtc.so.{major}")
@@ -167,9 +167,9 @@ def few_rows(
     out: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor | None:
-    """activation(x W^T + b) + residual of at most MAX_ROWS rows, rounded once; None where this is not for it.
+    """Return activation(x W^T + b) + residual of at most MAX_ROWS rows, rounded once; None if not applicable.
 
-    The weight is one that nothing on the stream writes: it is read before what came earlier is done.
+    Nothing on the stream may write the weight: it is read before earlier work is done.
     """
     n, k = weight_NK.shape
     columns = n // 2 if gated else n
@@ -211,7 +211,7 @@ def few_rows(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool, out: Tensor | None) -> Tensor | None:
-    """The norm of rows, times the weight; None where this is not for it."""
+    """Return the norm of rows, times the weight; None if not applicable."""
     width = x.shape[-1]
     flat = x.view(-1, width) if x.is_contiguous() else None
     if flat is None or not 0 < len(flat) <= MAX_NORMS or width % 8 or not _is_aligned(x, weight):
@@ -224,7 +224,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool, out: Tensor 
     if compute is None:
         return None
     out = torch.empty_like(x) if out is None else out
-    threads = min(32 * -(-width // 256), 1024)  # a load each
+    threads = min(32 * -(-width // 256), 1024)  # one load per thread
     compute((len(flat), 1), threads, flat, weight, out, width, width, width, int(plus_one), float(eps))
     return out
 
@@ -239,7 +239,7 @@ def norm_rope(
     sin: Tensor,
     plus_one: bool,
 ) -> bool:
-    """The norm of heads, where there are weights, and rope, in place; False where this is not for it."""
+    """Apply the norm of heads, if there are weights, and rope, in place; return False if not applicable."""
     num_tokens, _, width = q.shape
     halves = [x for x in (q, k, q_weight, k_weight) if x is not None]
     if any(x.dtype != torch.bfloat16 or x.stride(-1) != 1 for x in halves) or width > MAX_WIDTH:
@@ -276,7 +276,7 @@ def norm_rope(
 
 
 def store_rows(k: Tensor, v: Tensor, pages: Tensor, slots: Tensor) -> bool:
-    """Keys and values [T, G, K] to their slots of pages [2, pages, page_size, G, K]; False where this is not for it."""
+    """Store keys and values [T, G, K] in slots of pages [2, pages, page_size, G, K]; return False if not applicable."""
     num_tokens, num_heads, head_width = k.shape
     width = num_heads * head_width
     for x in (k, v):
@@ -295,7 +295,7 @@ def store_rows(k: Tensor, v: Tensor, pages: Tensor, slots: Tensor) -> bool:
 def decode_attention(
     q: Tensor, pages: Tensor, block_table: Tensor, kv_lengths: Tensor, scale: float, window: int, out: Tensor | None
 ) -> Tensor | None:
-    """Attention of one query per sequence, q [B, H, K], over its pages; None where this is not for it."""
+    """Return attention of one query per sequence, q [B, H, K], over its pages; None if not applicable."""
     num_sequences, num_heads, width = q.shape
     kv_heads, page_size = pages.shape[3], pages.shape[2]
     lanes, group = width // 8, num_heads // kv_heads
@@ -333,7 +333,7 @@ def decode_attention(
 
 
 def num_parts_of(num_blocks: int, max_keys: int, num_processors: int) -> int:
-    """How many blocks share the keys of a sequence: as many as keep all processors busy, with enough keys for each."""
+    """Return the number of blocks that share a sequence's keys: enough for all processors, with enough keys each."""
     return max(1, min(-(-2 * num_processors // num_blocks), max_keys // KEYS_PER_PART, MAX_PARTS))
 
 

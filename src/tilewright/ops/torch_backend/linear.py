@@ -1,4 +1,4 @@
-"""y = epilogue(x W^T + b), with the rows of the weight as they came."""
+"""y = epilogue(x W^T + b), with the rows of the weight in their original order."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def plain_linear(
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same of a weight [N, K] that is no more than a tensor, or quants and scales."""
+    """Return `linear` for a weight [N, K] that is a plain tensor, or quants and scales."""
     if isinstance(weight, Tensor) and on_gpu.is_half(x, weight):
         return _half_linear(x, weight, bias, gated, activation, residual, out_dtype or x.dtype, None)
     y = product(x, weight)
@@ -124,7 +124,7 @@ def _half_linear(
 
 
 def product(x: Tensor, weight: Tensor | Quantized) -> Tensor:
-    """x W^T in fp32. With a quantised weight products are added up by group; x is rounded to bytes, where it is."""
+    """Return x W^T in fp32. Products with a quantised weight are summed by group, with x rounded to bytes if needed."""
     if isinstance(weight, Tensor):
         return functional.linear(x.float(), weight.float())
     if weight.columns is not None:
@@ -147,7 +147,7 @@ def product(x: Tensor, weight: Tensor | Quantized) -> Tensor:
 
 
 def epilogue(product: Tensor, gated: bool, activation: str) -> Tensor:
-    """activation(product), or activation(gate) * up of its two halves."""
+    """Return activation(product), or activation(gate) * up of its two halves."""
     if not gated:
         return ACTIVATIONS[activation](product)
     gate, up = product.chunk(2, dim=-1)

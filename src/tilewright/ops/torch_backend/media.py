@@ -1,4 +1,4 @@
-"""Picture preprocessing, bit for bit as the kernels do it, and log-mel spectrograms."""
+"""Picture preprocessing, equal to the kernels' bit for bit, and log-mel spectrograms."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from tilewright.ops.torch_backend.common import into
 
 
 def resize(image: Tensor, height: int, width: int, filter: Filter = "bicubic", *, out: Tensor | None = None) -> Tensor:
-    """The pass that loses more comes first, as in Pillow 13."""
+    """Resize an image; the pass that loses more comes first, as in Pillow 13."""
     rows_axis, columns_axis = image.dim() - 3, image.dim() - 2
     rows_lost, columns_lost = image.shape[rows_axis] - height, image.shape[columns_axis] - width
     passes = [(columns_axis, width), (rows_axis, height)]
@@ -25,13 +25,13 @@ def _resize_axis(image: Tensor, axis: int, out_size: int, filter: str) -> Tensor
     if image.shape[axis] == out_size:
         return image
     weight = _axis_weights(image.shape[axis], out_size, filter, image.device)
-    # Whole numbers under 2^53: sums in fp64 are exact in any order, and any device multiplies matrices of them.
+    # Integers under 2^53: sums in fp64 are exact in any order, and any device multiplies matrices of them.
     total = torch.tensordot(weight, image.double(), dims=([1], [axis])).movedim(0, axis)
     return ((total + 2.0**21) / 2.0**22).floor().clamp(0, 255).to(torch.uint8)
 
 
 def _axis_weights(in_size: int, out_size: int, filter: str, device: torch.device) -> Tensor:
-    """Pillow's fixed-point weights of one axis, 22 bits after the point, as a dense matrix [out_size, in_size]."""
+    """Return Pillow's fixed-point weights of one axis, with 22 fraction bits, as a dense matrix [out_size, in_size]."""
     scale = in_size / out_size
     filter_scale = max(scale, 1.0)
     support = (2.0 if filter == "bicubic" else 1.0) * filter_scale
@@ -47,7 +47,7 @@ def _axis_weights(in_size: int, out_size: int, filter: str, device: torch.device
     begin = (center - support + 0.5).trunc()
     end = (center + support + 0.5).trunc()
     weight = torch.where((source >= begin) & (source < end), weight, 0.0)
-    # One by one from the left, as Pillow adds them: torch's own sum may pair them up.
+    # One by one from the left, as in Pillow: torch's own sum may pair them.
     weight = weight / weight.cumsum(1)[:, -1:] * 2.0**22
     return torch.where(weight < 0, weight - 0.5, weight + 0.5).trunc()
 
@@ -69,7 +69,7 @@ def patches(
 ) -> Tensor:
     frames = image if image.dim() == 4 else image[None]
     pixels = resize(frames, height, width, filter)
-    # A pixel has 256 values: normalising is a table of them per channel.
+    # A pixel has 256 values: normalising is a look-up table per channel.
     levels = (torch.arange(256, dtype=torch.float64) * rescale).float()
     table = ((levels[:, None] - torch.tensor(mean)) / torch.tensor(std)).to(out.dtype if out is not None else dtype)
     normal = table.to(image.device)[pixels.long(), torch.arange(3, device=image.device)]

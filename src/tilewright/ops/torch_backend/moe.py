@@ -1,4 +1,4 @@
-"""Mixture of experts: choosing a token's experts and running them."""
+"""Mixture of experts: routes tokens to experts, and computes the experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def route(
     scoring: str = "softmax",
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A stable sort, so that the lower id comes first among equals."""
+    """Route by a stable sort, so that the lower id comes first among equals."""
     logits = logits.float()
     scores = torch.softmax(logits, -1) if scoring == "softmax" else torch.sigmoid(logits)
     ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -58,7 +58,7 @@ def quantized_moe(
     activation: str,
     residual: Tensor | None,
 ) -> Tensor:
-    """The same of quantised experts: all tokens through all of them, of which most count for nothing."""
+    """Return `moe` for quantised experts: all tokens go through all experts, most with weight 0."""
     y = torch.zeros(x.shape, device=x.device) if residual is None else residual.float()
     for expert in range(gate_up.num_experts):
         is_chosen = ids == expert
@@ -82,10 +82,10 @@ def plain_moe(
     activation: str = "silu",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """The same of weights [E, 2I, D] and [E, D, I]; act(gate) * up is rounded to the type of x, as the kernels do.
+    """Return `moe` for weights [E, 2I, D] and [E, D, I]; act(gate) * up is rounded to x's type, as in the kernels.
 
-    Which experts have tokens is not known without waiting for the device. So a few tokens gather the weights of theirs,
-    a choice at a time, and many go through all experts, of which most count for nothing.
+    Which experts have tokens is not known without waiting for the device. So a few tokens gather their experts'
+    weights, one choice at a time, and many go through all experts, most with weight 0.
     """
     num_tokens, num_choices = ids.shape
     y = torch.zeros(x.shape, device=x.device) if residual is None else residual.float()

@@ -20,7 +20,7 @@ def rms_norm(
     activation: str = "none",
     out: Tensor | None = None,
 ) -> Tensor:
-    """The sum with `residual` is rounded before it is normed: the norm is that of what the next layer reads."""
+    """Norm the sum with `residual` after rounding it: the next layer reads the rounded one."""
     if residual is not None:
         residual.copy_(residual.float() + x.float())
         x = residual
@@ -87,7 +87,7 @@ def gated_add(residual: Tensor, x: Tensor, gate: Tensor, *, out: Tensor | None =
 
 
 def _added(x: Tensor, residual: Tensor | None, gate: Tensor | None) -> Tensor:
-    """What is normed: the sum with `residual` as it is stored, rounded."""
+    """Return the input of a norm: the sum with `residual`, rounded as stored."""
     if residual is None:
         return x
     return residual.copy_(residual.float() + (x.float() if gate is None else _per_token(gate, x.shape[1]) * x.float()))
@@ -100,7 +100,7 @@ def _modulated(normed: Tensor, scale: Tensor | None, shift: Tensor | None, const
 
 
 def _per_token(modulation: Tensor, length: int) -> Tensor:
-    """fp32 [B, 1 or L, C] of one per sample, token or frame."""
+    """Expand a modulation per sample, token or frame to fp32 [B, 1 or L, C]."""
     if modulation.dim() == 2:
         return modulation.float()[:, None]
     if modulation.dim() == 3:

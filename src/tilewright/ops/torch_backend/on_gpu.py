@@ -1,7 +1,7 @@
-"""What the ops of this backend call on a GPU in bf16: library kernels that do not widen their operands first.
+"""Library kernels for bf16 on a GPU that do not widen their operands first.
 
-Sums are fp32 within a kernel, and what it gives is rounded; where an op is several kernels, that is more often than the
-native ones round. Nothing waits for the device, and every shape follows from those of the arguments.
+Sums are fp32 within a kernel, and its result is rounded; an op made of several kernels rounds more often than the
+native one. Nothing waits for the device, and every shape follows from those of the arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_half(*tensors: Tensor) -> bool:
 
 
 def product(x: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b in `out_dtype`, of which fp32 is not rounded before."""
+    """Return x W^T + b in `out_dtype`; an fp32 result is not rounded before."""
     if out_dtype == torch.float32:
         flat = x.reshape(-1, x.shape[-1])
         y = torch.mm(flat, weight_NK.t(), out_dtype=torch.float32).view(*x.shape[:-1], -1)
@@ -32,7 +32,7 @@ def product(x: Tensor, weight_NK: Tensor, out_dtype: torch.dtype, bias: Tensor |
 
 
 def can_attend(q: Tensor, soft_cap: float, mask: Tensor | None = None) -> bool:
-    """Return whether the flash kernel takes such a call."""
+    """Return whether the flash kernel supports such a call."""
     width = q.shape[-1]
     return is_half(q) and mask is None and soft_cap == 0 and width % 8 == 0 and width <= MAX_HEAD_WIDTH
 
@@ -51,7 +51,7 @@ def attend(
     window: int,
     key_counts: Tensor | None = None,
 ) -> Tensor:
-    """Attention over packed sequences. `key_counts`: how many keys of each are there, if fewer than its starts say.
+    """Return attention over packed sequences. `key_counts`: keys of each, if fewer than its starts allow.
 
     No sequence has more than `max_queries` queries and `max_keys` keys; a closer bound starts fewer blocks.
     """
@@ -76,7 +76,7 @@ def attend(
 
 
 def experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activate: Any) -> Tensor:
-    """What each of a token's experts gives [T, k, D]: tokens sorted by expert, one product for all experts."""
+    """Return the output of each of a token's experts [T, k, D]: tokens sorted by expert, one product for all."""
     num_tokens, num_choices = ids.shape
     expert, order = ids.flatten().sort(stable=True)
     ends = torch.searchsorted(expert, torch.arange(len(gate_up), device=x.device, dtype=expert.dtype), right=True)

@@ -1,4 +1,4 @@
-"""Weights as they came: row after row."""
+"""Packed weights of the torch backend: rows in their original order."""
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def unpacked(packed: Packed) -> Tensor:
 
 
 def quantized_of(packed: Packed) -> Quantized:
-    """The quants, scales and mins of a quantised weight as they lie, without a copy."""
+    """Return the quants, scales and mins of a quantised weight, without a copy."""
     own = packed.form.format
     assert packed.scales is not None
     values = rows_of(packed).view(values_dtype(own.name))
@@ -63,7 +63,7 @@ def quantized_of(packed: Packed) -> Quantized:
 
 
 def rows_of(packed: Packed) -> Tensor:
-    """[n, k], or [E, n, k] of experts, as they lie, without a copy; quants of rotated rows may be more."""
+    """Return [n, k], or [E, n, k] for experts, without a copy; rotated rows may have more quants."""
     layout = packed.form.format.layout
     if layout != LAYOUT:
         raise ValueError(f"the weight has layout {layout!r}, expected {LAYOUT!r}: it was packed for the native backend")

@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, masks, sampling, log-probabilities; sampling is done in fp64, by sorting."""
+"""Turns logits into tokens: penalties, masks, sampling, log-probabilities; sampling is done in fp64, by sorting."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def softmax_probs(
 
 
 def _distribution(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """What tokens are drawn from, fp64 [B, V]."""
+    """Return the distribution that tokens are drawn from, fp64 [B, V]."""
     x = _clean(logits)
     ordered, order = x.sort(dim=1, descending=True)
     best = ordered[:, :1]
@@ -78,7 +78,7 @@ def _distribution(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
     last_of_p = (share >= top_p.double()[:, None] * share[:, -1:]).int().argmax(1, keepdim=True)
     weight = weight.masked_fill((top_p < 1)[:, None] & (x < ordered.gather(1, last_of_p)), 0.0)
     weight = weight.masked_fill(weight < min_p.double()[:, None], 0.0)
-    # The largest alone where the temperature is 0, token 0 where there is no number; both have NaN for weights.
+    # Only the largest if the temperature is 0, token 0 without any number; both have NaN as weights.
     largest = torch.where(best[:, 0] > -torch.inf, x.argmax(1), 0)
     is_one = (temperature == 0) | (best[:, 0] == -torch.inf)
     alone = torch.zeros_like(x).scatter(1, largest[:, None], 1.0)
@@ -96,6 +96,6 @@ def log_probs(logits: Tensor, token_ids: Tensor, top_n: int) -> LogProbs:
 
 
 def _clean(logits: Tensor) -> Tensor:
-    """In fp64, NaN as -inf and +inf as the largest float."""
+    """Return fp64 logits with NaN as -inf and +inf as the largest float."""
     largest = torch.finfo(torch.float32).max
     return logits.double().nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)

@@ -24,7 +24,7 @@ _Parts = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Split:
-    """How a tensor type's blocks are split into quants, scales and mins, and the format with the same quants."""
+    """Conversion of a tensor type's blocks to quants, scales and mins, and the format with the same quants."""
 
     format: Format
     block_bytes: int
