@@ -108,7 +108,7 @@ def test_by_time(run):
         status, document, _, errors = run(server, "--seconds", "60")
         assert status == 0 and document["totals"]["num_answered"] == 6 and "raise --requests" in errors
         status, document, _, errors = run(server, "--seconds", "0.000001")
-        assert status == 0 and document["totals"]["num_answered"] == 3 and "give --requests" not in errors
+        assert status == 0 and document["totals"]["num_answered"] == 3 and "raise --requests" not in errors
 
 
 def test_usage_absent_done_missing_comments_and_crlf(run):
@@ -222,7 +222,7 @@ def test_plot(run, tmp_path):
         (["--rate", "0"], "'0' is not a number above 0"),
         (["--rate", "nan"], "'nan' is not a number of 0 or more"),
         (["--concurrency", "2", "--rate", "1"], "not allowed with argument"),
-        (["--prompt-tokens", "ten"], "expected such as 128 or 64-256"),
+        (["--prompt-tokens", "ten"], "expected 128 or 64-256"),
         (["--extra", "[1]"], "it is not a JSON object"),
         (["--extra", "{"], "it is not JSON:"),
         (["--picture-size", "0x5"], "expected such as 1024x768"),

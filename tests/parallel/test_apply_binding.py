@@ -156,7 +156,7 @@ def test_cpus_that_cannot_be_claimed_are_told(unbound, monkeypatch, caplog):
         executor.submit(work_alone).result()
     release_binding()
     monkeypatch.undo()
-    text = f"rank 3 runs where the system likes, not on CPU {CPUS[0]}: Operation not permitted"
+    text = f"rank 3 is not bound to CPU {CPUS[0]}: Operation not permitted"
     assert caplog.messages == [text]
 
 

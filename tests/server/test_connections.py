@@ -231,9 +231,9 @@ CHUNKED = POST + b"transfer-encoding: chunked\r\n"
     [
         (GET + b"host: evil.example\r\n\r\n", "has 2 Host headers"),
         (b"GET /health HTTP/1.1\r\n\r\n", "has 0 Host headers"),
-        (b"GET http://evil.example/ HTTP/1.1\r\nhost: localhost\r\n\r\n", "for 'http://evil.example/'"),
-        (b"GET ftp://localhost/ HTTP/1.1\r\nhost: localhost\r\n\r\n", "for 'ftp://localhost/'"),
-        (b"CONNECT evil.example:443 HTTP/1.1\r\nhost: localhost\r\n\r\n", "for 'evil.example:443'"),
+        (b"GET http://evil.example/ HTTP/1.1\r\nhost: localhost\r\n\r\n", "is 'http://evil.example/'"),
+        (b"GET ftp://localhost/ HTTP/1.1\r\nhost: localhost\r\n\r\n", "is 'ftp://localhost/'"),
+        (b"CONNECT evil.example:443 HTTP/1.1\r\nhost: localhost\r\n\r\n", "is 'evil.example:443'"),
         (b"GET /health HTTP/2.0\r\nhost: localhost\r\n\r\n", "HTTP/2.0"),
         (POST + b"transfer-encoding: gzip\r\n\r\n", "Transfer-Encoding is 'gzip'"),
         (POST + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", "Transfer-Encoding is 'gzip, chunked'"),
