@@ -110,7 +110,7 @@ TEST(what_a_task_throws_is_thrown_by_the_call_and_the_team_goes_on) {
   });
 }
 
-// Of more threads one may have taken an earlier task that it then does not begin.
+// With more threads, one may own an earlier task that it then does not begin.
 TEST(after_a_task_that_throws_none_is_begun) {
   with_team(1, microseconds(0), [](Team& team) {
     for (int64_t thrower : {0, 7, 39}) CHECK(run_throwing(team, thrower) == thrower + 1);

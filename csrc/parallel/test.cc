@@ -244,7 +244,7 @@ void check_large_messages(SharedGroup& group) {
 TEST(the_threads_of_a_team_share_large_messages) {
   set_num_threads(3);
   with_ranks(2, check_large_messages, 60, 64 * kPage);
-  // As the calls of a replayed step make them: of a team that stays.
+  // By a team that stays, as in a replayed step.
   with_ranks(2, [](SharedGroup& group) { parallel_region([&] { check_large_messages(group); }); }, 60, 64 * kPage);
   set_num_threads(0);
 }

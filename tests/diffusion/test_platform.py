@@ -1,4 +1,4 @@
-"""What depends on the device, and devices that are not built."""
+"""What depends on the device, and unsupported devices."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_the_cpu(backend):
 
 @pytest.mark.parametrize("device", ["mps", "xpu", "npu:1"])
 def test_devices_that_are_not_built(device):
-    with pytest.raises(RequestError, match=rf"device is '{device}', which is not built \(docs/devices\.md\)"):
+    with pytest.raises(RequestError, match=rf"device is '{device}', which is not supported \(docs/devices\.md\)"):
         platform.resolve(device, "torch")
 
 

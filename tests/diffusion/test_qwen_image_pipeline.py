@@ -133,5 +133,5 @@ def test_what_cannot_be_made_is_refused(diffusion, options, message):
 
 def test_editing_is_refused_by_name(tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "QwenImageEditInpaintPipeline"}))
-    with pytest.raises(UnsupportedConfig, match="QwenImageEditInpaintPipeline, which is not built: it takes a mask"):
+    with pytest.raises(UnsupportedConfig, match="InpaintPipeline, which is not supported: it takes a mask"):
         Diffusion(tmp_path)

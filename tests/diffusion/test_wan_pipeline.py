@@ -309,4 +309,4 @@ def test_a_large_network_in_fp32_is_told(checkpoint, monkeypatch, caplog):
     generate(folder, None, dtype="float32", **options)
     assert not caplog.text
     generate(folder, None, dtype="auto", **options)
-    assert "transformer is stored in float32 and computed so; dtype bfloat16 takes half" in caplog.text
+    assert "transformer is stored and computed in float32; dtype bfloat16 takes half" in caplog.text

@@ -50,7 +50,7 @@ class TestPagePool:
         pool = PagePool(2, 4)
         page = pool.allocate()
         pool.release([page])
-        with pytest.raises(RuntimeError, match="nobody refers"):
+        with pytest.raises(RuntimeError, match="has no references"):
             pool.release([page])
 
     def test_clear(self):

@@ -360,7 +360,7 @@ def test_log_probabilities_are_those_of_the_model():
         (Constraint("regex", "[a"), "the regular expression cannot be used: .*unclosed character class"),
         (Constraint("regex", "(?=a)b"), "look-ahead"),
         (Constraint("regex", "a\\"), "ends with a single backslash"),
-        (Constraint("regex", "\ud800"), "no Unicode text"),
+        (Constraint("regex", "\ud800"), "not Unicode text"),
         (Constraint("regex", "x" * (1 << 20) + "y"), "has 1048577 bytes, expected at most 1048576"),
         (Constraint("json_schema", "{"), "the JSON schema is not JSON: "),
         (Constraint("json_schema", "[1]"), r"the JSON schema is '\[1\]', expected an object"),

@@ -215,14 +215,14 @@ def test_of_several_projectors_the_one_that_fits_is_read_or_one_is_named(network
         assert open_checkpoint(pair, name).dtype("model.visual.blocks.0.attn.qkv.weight") == torch.float16
     with pytest.raises(CheckpointError, match=r"mmproj is nowhere\.gguf, which does not exist; .*mmproj-F32\.gguf"):
         open_checkpoint(pair, "nowhere.gguf")
-    with pytest.raises(CheckpointError, match=r"mmproj-other\.gguf makes features 64 wide, and text\.gguf takes 96"):
+    with pytest.raises(CheckpointError, match=r"mmproj-other\.gguf makes features 64 wide, but text\.gguf expects 96"):
         open_checkpoint(pair, "mmproj-other.gguf")
     with pytest.raises(CheckpointError, match="has the architecture 'qwen3vl', expected 'clip'"):
         open_checkpoint(pair, pair)
     for path in (second, tmp_path / "mmproj-F32.gguf"):
         path.unlink()
     with pytest.raises(
-        CheckpointError, match=r"64 wide, and text\.gguf takes 96: .*or --mmproj none to read text alone"
+        CheckpointError, match=r"64 wide, but text\.gguf expects 96: .*or --mmproj none to read text alone"
     ):
         open_checkpoint(pair)
     assert open_checkpoint(pair, "none").missing is not None
@@ -271,7 +271,7 @@ def test_incomplete_and_mismatched_projectors(network, tmp_path):
     with pytest.raises(CheckpointError, match=r"missing:\s+model\.visual\.blocks\.1\.norm2\.bias \[96\]"):
         load_network(text, dtype="float32", pack_cache=False)
     write_projector(make_network(deepstack_visual_indexes=[1]), path)
-    with pytest.raises(CheckpointError, match=r"features of 1 of its layers beside the last, and text\.gguf takes 2"):
+    with pytest.raises(CheckpointError, match=r"features of 1 of its layers beside the last, but text\.gguf expects 2"):
         open_checkpoint(text)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"mmproj\.gguf is truncated"):

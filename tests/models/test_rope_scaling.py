@@ -153,7 +153,7 @@ def test_an_engine_with_a_stretched_context(tmp_path, caplog):
         with Engine(folder, max_context=5 * positions, **options) as engine:
             assert engine.limits.max_context == 4 * positions
         assert f"max_context is {5 * positions}, and " in caplog.text
-        assert f"takes {4 * positions} tokens at most" in caplog.text
+        assert f"supports {4 * positions} tokens at most" in caplog.text
     with Engine(folder, max_context=positions, **options) as engine:  # as transformers for all that fits
         (rope,) = engine.loaded.model.decoder.ropes.ropes
         assert torch.equal(rope.inv_freq, 1 / theta ** (torch.arange(0, width, 2) / width))

@@ -154,7 +154,7 @@ NUMBERS = [[0.5] * 8] * 15
         ({"grid": [1, 1 << 16, 1 << 16]}, "pixels, the limit is 67108864"),
         ({"key": 7}, "image 1: key is 7, expected 32 hexadecimal digits"),
         ({"key": "f" * 32}, f"image 1: key is {'f' * 32}, but the checksum of image_features is "),
-        ({"tiling": [1, 2]}, "this model cuts no picture into tiles"),
+        ({"tiling": [1, 2]}, "this model does not tile pictures"),
         ({"times_s": "soon"}, "times_s is 'soon', expected seconds in order"),
         ({"type": "audio_features", "audio_features": "AAAA", "dtype": "float16", "shape": [1, 1]}, "audio 1: "),
     ],

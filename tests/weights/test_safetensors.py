@@ -145,7 +145,7 @@ ENTRY = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
         ({"t": ENTRY, "u": ENTRY | {"data_offsets": [24, 40]}}, bytes(40), "the tensor u begins at byte"),
         ({"t": {"dtype": "F32"}}, bytes(16), "lacks its dtype, shape or data_offsets"),
         ({"t": 3}, bytes(16), "lacks its dtype, shape or data_offsets"),
-        ([1], b"", "its header is no object"),
+        ([1], b"", "its header is not an object"),
         (b'{"t": 1, "t": 2}', b"", "names a tensor twice"),
         (b"{not json", b"", "is not safetensors"),
         (b"[" * 100_000, b"", "is not safetensors"),

@@ -155,8 +155,8 @@ TEST(layer_norm_matches_plain_loops) {
   });
 }
 
-// What no cache holds is written past the caches (base/stream.h): the same bits as of 64 rows at a time. Of odd widths
-// most rows lack the alignment that such stores need.
+// Outputs too large for the caches are written past them (base/stream.h): the same bits as 64 rows at a time. With odd
+// widths most rows lack the alignment that such stores need.
 template <class T>
 void check_streamed(int64_t width, void (*norm)(const NormArgs&)) {
   const int64_t rows = (num_threads() * kCoreCacheBytes) / (width * static_cast<int64_t>(sizeof(T))) + 2;

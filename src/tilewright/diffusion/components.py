@@ -215,7 +215,7 @@ class Components:
         size_bytes = sum(map(checkpoint.size_bytes, checkpoint.shapes))
         if self._dtype == "auto" and dtype == torch.float32 and size_bytes > LARGE_BYTES:
             _log.warning(
-                "%s is stored in float32 and computed so; dtype bfloat16 takes half of its %.0f GB, and half the time",
+                "%s is stored and computed in float32; dtype bfloat16 takes half of its %.0f GB, and half the time",
                 name,
                 size_bytes / 1e9,
             )

@@ -97,7 +97,7 @@ def refuse(config: Mapping[str, Any], *names: str) -> None:
     """Raise UnsupportedConfig if the scheduler's config enables one of the options."""
     for name in names:
         if config.get(name):
-            raise UnsupportedConfig(f"the scheduler's config has {name} {config[name]!r}, which is not built")
+            raise UnsupportedConfig(f"the scheduler's config has {name} {config[name]!r}, which is not supported")
 
 
 def _shifted(sigma: float, shift: float) -> float:

@@ -509,8 +509,8 @@ def _fit_context(loaded: LoadedModel, max_context: int | None) -> int:
     longest = loaded.model.max_context
     if max_context is not None and max_context > longest:
         _log.warning(
-            "max_context is %d, and %s takes %d tokens at most (its config's max_position_embeddings, or what its rope "
-            "scaling stretches them to): %d is used",
+            "max_context is %d, and %s supports %d tokens at most (its config's max_position_embeddings, extended by "
+            "its rope scaling): %d is used",
             max_context,
             loaded.name,
             longest,

@@ -236,7 +236,7 @@ class TransposedConv1d:
     """
 
     def __init__(self, name: str, in_channels: int, out_channels: int, kernel: int, stride: int) -> None:
-        assert kernel % stride == 0, f"a kernel of {kernel} is no multiple of the stride, {stride}"
+        assert kernel % stride == 0, f"a kernel of {kernel} is not a multiple of the stride, {stride}"
         self.taps, self.stride, self.out_channels = kernel // stride, stride, out_channels
         self.weight = TransposedConvWeight(name, in_channels, out_channels, self.taps, stride)
 

@@ -50,7 +50,7 @@ class QwenImageConfig:
     def from_dict(cls, config: Config) -> QwenImageConfig:
         for key in NOT_BUILT:
             if config.get(key):
-                raise UnsupportedConfig(f"config has {key} {config[key]!r}, expected false: it is not built")
+                raise UnsupportedConfig(f"config has {key} {config[key]!r}, expected false: it is not supported")
         head_width = integer(config, "attention_head_dim", 128)
         in_channels = integer(config, "in_channels", 64)
         return cls(

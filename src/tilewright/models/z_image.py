@@ -57,7 +57,7 @@ class ZImageConfig:
         if integer(config, "n_kv_heads", 30) != num_heads:
             raise UnsupportedConfig(f"config has n_kv_heads {config.get('n_kv_heads')}, expected n_heads, {num_heads}")
         if config.get("siglip_feat_dim") is not None:
-            raise UnsupportedConfig("config has siglip_feat_dim: Z-Image-Omni, which reads pictures, is not built")
+            raise UnsupportedConfig("config has siglip_feat_dim: Z-Image-Omni, which reads pictures, is not supported")
         if list(config.get("all_f_patch_size", (1,))) != [1] or len(config.get("all_patch_size", (2,))) != 1:
             raise UnsupportedConfig(
                 f"config has all_patch_size {config.get('all_patch_size')} and all_f_patch_size "

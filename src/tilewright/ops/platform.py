@@ -65,7 +65,7 @@ def resolve(device: str, backend: str | None = None, *, streams_layers: bool = F
     if re.fullmatch(r"cuda(:\d+)?", device):
         return _cuda(device, backend)
     if kind in NOT_BUILT:
-        raise RequestError(f"device is {device!r}, which is not built (docs/devices.md): expected cpu or cuda")
+        raise RequestError(f"device is {device!r}, which is not supported (docs/devices.md): expected cpu or cuda")
     raise RequestError(f"device is {device!r}, expected cpu, cuda or cuda:N")
 
 

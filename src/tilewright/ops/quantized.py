@@ -348,7 +348,7 @@ def columns_of(weight: Quantized, runs: Sequence[tuple[int, int]]) -> Quantized:
         return Quantized(weight.name, cut(weight.values, 1), weight.scales, weight.mins)
     for first, length in runs:
         if length % size or (first >= 0 and first % size):
-            raise ValueError(f"columns {first} to {first + length} are no whole groups of {size}")
+            raise ValueError(f"columns {first} to {first + length} are not whole groups of {size}")
     mins = None if weight.mins is None else cut(weight.mins, size)
     return Quantized(weight.name, cut(weight.values, 1), cut(weight.scales, size), mins, size)
 

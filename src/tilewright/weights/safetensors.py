@@ -247,7 +247,7 @@ def read_header(file: MappedFile) -> tuple[bytes, dict[str, TensorEntry]]:
     except (ValueError, RecursionError) as error:
         raise _wrong_header(file, f"not safetensors: {error}") from error
     if not isinstance(listed, dict):
-        raise CheckpointError(f"{file.path} is not safetensors: its header is no object")
+        raise CheckpointError(f"{file.path} is not safetensors: its header is not an object")
     listed.pop("__metadata__", None)
     entries = {name: _entry(file, 8 + header_bytes, name, fields) for name, fields in listed.items()}
     _check_extent(file, 8 + header_bytes, entries)

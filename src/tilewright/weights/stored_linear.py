@@ -91,7 +91,9 @@ def grouped_format(module: str, name: str, k: int, group_size: int) -> Format:
     if group_size > 0 and group_size % GROUP_SIZES[-1] == 0:
         return name, GROUP_SIZES[-1]
     known = ", ".join(str(size) for size in sizes if size)
-    raise CheckpointError(f"{module} has groups of {group_size} values, which {name} has not: it has {known}")
+    raise CheckpointError(
+        f"{module} has groups of {group_size} values, which {name} does not support: expected {known}"
+    )
 
 
 def unpacked_ints(packed: Tensor, bits: int) -> Tensor:
@@ -181,7 +183,7 @@ class Mxfp4(StoredLinear):
     def rows(self, begin: int, end: int) -> Quantized:
         packed, exponents = self.tensors["weight_packed"][begin:end], self.tensors["weight_scale"][begin:end]
         if bool((exponents == 255).any()):
-            raise CheckpointError(f"{self.tensors.module}.weight_scale has an exponent of 255, which is no number")
+            raise CheckpointError(f"{self.tensors.module}.weight_scale has an exponent of 255, which is NaN")
         codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
         # Our quants are twice e2m1.
         return self._quantized(codes, torch.exp2(exponents.float() - 128))

@@ -32,7 +32,7 @@ def open_pipeline(components: Components) -> Pipeline:
     """Return the pipeline of a checkpoint, without loading weights."""
     name = components.class_name
     if name in NOT_BUILT:
-        raise UnsupportedConfig(f"{components.folder} is of a {name}, which is not built: {NOT_BUILT[name]}")
+        raise UnsupportedConfig(f"{components.folder} is of a {name}, which is not supported: {NOT_BUILT[name]}")
     if name not in PIPELINES:
         raise UnsupportedConfig(
             f"{components.folder / 'model_index.json'} is of a {name}, expected one of {', '.join(sorted(PIPELINES))}"

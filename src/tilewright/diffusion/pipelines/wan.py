@@ -51,7 +51,7 @@ class Wan(Pipeline):
         if components.has("image_encoder"):
             raise UnsupportedConfig(
                 f"{components.folder} has an image_encoder: Wan 2.1 image-to-video, which reads its picture through "
-                "CLIP, is not built; Wan 2.2 TI2V and I2V are"
+                "CLIP, is not supported; Wan 2.2 TI2V and I2V are"
             )
         vae = components.config("vae")
         self.spatial, self.temporal = int(vae.get("scale_factor_spatial", 8)), int(vae.get("scale_factor_temporal", 4))

@@ -54,7 +54,7 @@ def grammar_of(constraint: Constraint) -> str:
     try:
         num_bytes = len(constraint.source.encode())
     except UnicodeEncodeError as error:
-        raise RequestError(f"{name} is no Unicode text: {error}") from None
+        raise RequestError(f"{name} is not Unicode text: {error}") from None
     if num_bytes > MAX_SOURCE_BYTES:
         raise RequestError(f"{name} has {num_bytes} bytes, expected at most {MAX_SOURCE_BYTES}")
     try:

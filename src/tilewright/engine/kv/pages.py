@@ -89,7 +89,7 @@ class PagePool:
         """Remove a reference from each page. The last one is evicted first: it is useless without those before it."""
         for page in reversed(pages):
             if self._references[page] == 0:
-                raise RuntimeError(f"page {page} is released, but nobody refers to it")
+                raise RuntimeError(f"page {page} is released, but has no references")
             self._references[page] -= 1
             if self._references[page] == 0:
                 if self._digests[page] is None:

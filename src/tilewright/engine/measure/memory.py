@@ -17,12 +17,12 @@ from tilewright.host.memory import available_bytes, parse_bytes
 from tilewright.models.protocol import Model
 from tilewright.types import RequestError
 
-# Of the memory that is free after loading; the rest is for activations, pictures and other programs.
+# Share of the memory that is free after loading; the rest is for activations, pictures and other programs.
 KV_SHARE = 0.5
-# Of that, for encoder states: a picture of Llama-3.2-Vision takes as much as 1,600 tokens of text.
+# Share of that for encoder states: a picture of Llama-3.2-Vision takes as much as 1,600 tokens of text.
 CROSS_SHARE = 0.25
-# Of that, for states of recurrent layers. One of Qwen3.5 takes as much as 1,500 to 2,300 tokens of text, and an answer
-# needs about three, two of them snapshots: with some 6,000 tokens each, pages and slots run out together.
+# Share of that for states of recurrent layers. One of Qwen3.5 takes as much as 1,500 to 2,300 tokens of text, and an
+# answer needs about three, two of them snapshots: with some 6,000 tokens each, pages and slots run out together.
 STATE_SHARE = 0.5
 # Its own state and seven snapshots: an answer has no use for more.
 SLOTS_PER_SEQUENCE = 8
@@ -57,7 +57,7 @@ def share_out(
     if cross is not None:
         cross_page_bytes = cross.bytes_per_token(itemsize, byte_dtype) * PAGE_SIZE
         pages_per_medium = -(-cross.max_states // PAGE_SIZE)
-        # Those that running sequences see, or one request has side by side: more are not needed at once.
+        # Media that running sequences see, or one request has side by side: more are not needed at once.
         most_media = max(limits.max_sequences, max_media)
         for_cross = num_cross_pages(cross_page_bytes, pages_per_medium, most_media, size_bytes)
         size_bytes -= for_cross * cross_page_bytes

@@ -58,7 +58,7 @@ class Mllama(DecoderModel):
         return self.vision(batch)
 
     def split_features(self, features_MF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        raise NotImplementedError("tokens attend to features here; none takes the place of a token")
+        raise NotImplementedError("tokens attend to features here; no feature replaces a token")
 
 
 def _build(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Mllama:

@@ -231,7 +231,7 @@ class Qwen3VlProcessor(MediaProcessor):
     def _check_given(self, given: Precomputed, name: str) -> None:
         """Raise RequestError for tiles, and for groups of frames without their times, or times without frames."""
         if given.tiling != (1, 1):
-            raise RequestError(f"{name}: tiling is {given.tiling}, and this model cuts no picture into tiles")
+            raise RequestError(f"{name}: tiling is {given.tiling}, and this model does not tile pictures")
         if given.kind == "image" and given.grid[0] != 1:
             raise RequestError(f"{name}: grid is {given.grid}, expected 1 frame")
         num_groups = given.grid[0] if given.kind == "video" else 0

@@ -183,7 +183,7 @@ def _parts(path: Path) -> list[GgufFile]:
     files = [file if part == path else GgufFile(part) for part in paths]
     for number, part in enumerate(files):
         if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
-            raise CheckpointError(f"{part.mapped.path} does not say that it is part {number + 1} of {count}")
+            raise CheckpointError(f"{part.mapped.path} is not marked as part {number + 1} of {count}")
     return files
 
 

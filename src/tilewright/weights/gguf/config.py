@@ -156,8 +156,8 @@ def seeing_config(file: GgufFile, text: dict, vision: dict, preprocessing: dict)
     *sections, rest = Keys(file, name).numbers("rope.dimension_sections", 4)
     if rest:
         raise CheckpointError(
-            f"{file.mapped.path}: {name}.rope.dimension_sections has {rest} on a fourth axis, expected 0: time, rows "
-            "and columns are the three that there are"
+            f"{file.mapped.path}: {name}.rope.dimension_sections has {rest} on a fourth axis, expected 0: there are "
+            "only time, rows and columns"
         )
     scaling = {"rope_type": "default", **(text["rope_scaling"] or {})}
     rope = {**scaling, "mrope_section": sections, "mrope_interleaved": True}

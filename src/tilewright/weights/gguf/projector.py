@@ -98,12 +98,12 @@ class Projector:
         own_width, own_layers = self.config["out_hidden_size"], len(self._deepstack_layers)
         if own_width != width:
             raise CheckpointError(
-                f"{self.path} makes features {own_width} wide, and {model.name} takes {width}: it is the projector of "
-                "another size of model"
+                f"{self.path} makes features {own_width} wide, but {model.name} expects {width}: it is the projector "
+                "of another size of model"
             )
         if num_deepstack_layers not in (None, own_layers):
             raise CheckpointError(
-                f"{self.path} makes features of {own_layers} of its layers beside the last, and {model.name} takes "
+                f"{self.path} makes features of {own_layers} of its layers beside the last, but {model.name} expects "
                 f"{num_deepstack_layers}: it is the projector of another model"
             )
 
@@ -117,7 +117,7 @@ class Projector:
             )
         kind = metadata.get("clip.projector_type", metadata.get("clip.vision.projector_type"))
         if metadata.get("clip.has_audio_encoder"):
-            raise CheckpointError(f"{self.path} is a projector of sound too; those of pictures alone are supported")
+            raise CheckpointError(f"{self.path} is a projector of sound too; only those of pictures are supported")
         if kind != KIND:
             raise CheckpointError(f"{self.path} is a projector of the kind {kind!r}; {KIND!r} is supported, Qwen3-VL's")
         if metadata.get("clip.use_gelu") is not True:
