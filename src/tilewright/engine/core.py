@@ -1,4 +1,4 @@
-"""Run one step over all requests: schedule, compute, sample and update, then draft if the model can."""
+"""One step over all requests: schedule, compute, sample and update, then draft if the model can."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _log = logging.getLogger(__name__)
 
 
 class StepRunner(Protocol):
-    """Compute a step.
+    """Computes a step.
 
-    Encodes the media of `step.encode` into the encoder cache, fills the pages of `step.cross_groups` from it, writes
+    It encodes the media of `step.encode` into the encoder cache, fills the pages of `step.cross_groups` from it, writes
     the keys and values of the chunks' tokens, drafts included, into the pages of their sequences and recurrent states
     into their slots, and returns the requested rows of logits in order, fp32 [step.num_logits, V]. A step without
     chunks only encodes.
@@ -48,7 +48,7 @@ class StepRunner(Protocol):
 
 
 class EngineCore:
-    """Accept requests and return what each step adds to their sequences. Not thread-safe: one thread uses it."""
+    """Accepts requests and returns what each step adds to their sequences. Not thread-safe: one thread uses it."""
 
     def __init__(
         self,

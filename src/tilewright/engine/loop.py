@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """Accept requests from any thread, and answer them through their Handles.
+    """Accepts requests from any thread, and answers them through their Handles.
 
     Threads of the loop prepare prompts, num_prepare_threads of them for those with media, so that decoding pictures
     overlaps with computing. Each calls start_preparing first; the thread that runs steps calls start_stepping. With

@@ -210,7 +210,7 @@ class PackedCache:
             )
         else:
             if self._why_unused is not None:
-                _log.warning("%s is not used, and written anew: %s", self.path, self._why_unused)
+                _log.warning("%s is not used and is replaced: %s", self.path, self._why_unused)
 
     def _write(self, values: list[object], encoder: ValueEncoder) -> None:
         data_bytes = encoder.size_bytes

@@ -128,7 +128,7 @@ class Grammar:
 
 
 class ConstraintCompiler:
-    """Compile and cache constraints. Thread-safe. The first one also builds the vocabulary."""
+    """Compiles and caches constraints. Thread-safe. The first one also builds the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int) -> None:
         self._tokenizer = tokenizer

@@ -40,7 +40,7 @@ class GrammarLost(GrammarError):
 
 
 class CompileSandbox:
-    """Try grammars, one at a time. Thread-safe. The process starts with the first one, and again after it died."""
+    """Tries grammars, one at a time. Thread-safe. The process starts with the first one, and again after it died."""
 
     def __init__(self, num_tokens: int, special_tokens: Mapping[int, str], stop_token_ids: Sequence[int]) -> None:
         """Take the part of a vocabulary that compiling reads; special tokens are those without text."""

@@ -170,7 +170,7 @@ def num_ranks(tp: int | str) -> int:
 
 
 class EngineRanks:
-    """Start the ranks 1 to size - 1, which load their parts of the model at once."""
+    """The ranks 1 to size - 1, which load their parts of the model as soon as this is made."""
 
     def __init__(
         self,
