@@ -14,7 +14,7 @@ CTEST := $(BIN)/ctest --parallel 2 --output-on-failure --test-dir
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 
 PYTHON_FOLDERS := src tests benchmarks tools packages
-CPP_FILES = $(shell find csrc benchmarks tests -name "*.h" -o -name "*.cc") src/tilewright/ops/torch_backend/gpu_kernels.cu
+CPP_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cc") src/tilewright/ops/torch_backend/gpu_kernels.cu
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt README.md \
   $(shell find csrc src -type f -not -name '*.so' -not -path '*/__pycache__/*')
 TINY_SOURCES := $(shell find packages/tilewright-tiny/src packages/tilewright-tiny/pyproject.toml -type f -not -path '*/__pycache__/*')

@@ -16,18 +16,16 @@ import argparse
 import contextlib
 import json
 import math
-import statistics
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 from unittest import mock
 
 import torch
 from shapes import fill, random_value
 from torch import Tensor
+from turns import timed_in_turns, warm_up
 
-from tilewright.bench.timing import between, probe
 from tilewright.models import wan, z_image
 from tilewright.weights.spec import iter_weights
 
@@ -196,26 +194,16 @@ def run(bench: ZImage | Wan, args: argparse.Namespace) -> None:
     calls["ours"] = bench.our_step(ours)
     if not args.alone:
         check_same(*(call().to(bench.dtype) for call in calls.values()))
-    before = probe()
-    times_s: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(args.rounds + 1):
-        for name, call in calls.items():
-            begin_s = perf_counter()
-            call()
-            if turn:  # the first round warms up
-                times_s[name].append(perf_counter() - begin_s)
-    limits = between(before, probe())
+    warm_up(calls)
+    turns = timed_in_turns(calls, range(args.rounds))
+    limits = turns.limits
     print(
         f"{bench.dtype}, {bench.num_rows} rows: read {limits.read_gb_s:.0f} GB/s, torch's product "
         f"{limits.gemm_tflops:.2f} and bf16 peak {limits.peak_tflops:.2f} TFLOP/s"
     )
-    for name, times in times_s.items():
-        ratios = sorted(their_s / our_s for their_s, our_s in zip(times, times_s["ours"], strict=True))
-        tflops = operations(bench, ours) / statistics.median(times) / 1e12
-        print(
-            f"  {name}: {statistics.median(times):.3f} s a step, {statistics.median(ratios):.2f} x ours "
-            f"({ratios[0]:.2f}-{ratios[-1]:.2f}); {tflops:.2f} TFLOP/s, {tflops / limits.peak_tflops:.0%} of the peak"
-        )
+    for name in calls:
+        speed = turns.speed(name, operations(bench, ours))
+        print(f"  {name}: {turns.median_s(name):.3f} s a step, {turns.beside_ours(name)}; {speed}")
 
 
 def operations(bench: ZImage | Wan, network: object) -> float:

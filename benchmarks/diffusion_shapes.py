@@ -21,8 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,9 +31,8 @@ BEGIN_S = perf_counter()  # before torch is imported
 import torch  # noqa: E402
 import vae  # noqa: E402
 from denoise import Wan, ZImage, check_same, make_weights, operations, take_weights  # noqa: E402
-from torch import Tensor  # noqa: E402
+from turns import timed_in_turns  # noqa: E402
 
-from tilewright.bench.timing import between, probe  # noqa: E402
 from tilewright.layers.conv import Conv2d, UpsampleConv2d  # noqa: E402
 from tilewright.ops.native import kernels  # noqa: E402
 
@@ -53,28 +51,26 @@ def say(text: str) -> None:
 
 def turns(name: str, calls: Calls, num_operations: float, until_s: float) -> dict[str, float]:
     """The median seconds of each, over as many rounds as may end in time; each is printed."""
-    before, times_s = probe(), dict[str, list[float]]((call, []) for call in calls)
-    for number in range(MAX_ROUNDS):
-        round_s = sum(times[-1] for times in times_s.values()) if number else 0.0
-        if number and perf_counter() - BEGIN_S + round_s > until_s:
-            break
-        for call, run in calls.items():
-            begin_s = perf_counter()
-            run()
-            times_s[call].append(perf_counter() - begin_s)
-        say(f"{name}: round {number + 1}: " + ", ".join(f"{call} {times[-1]:.2f} s" for call, times in times_s.items()))
-    limits = between(before, probe())
-    medians = {call: statistics.median(times) for call, times in times_s.items()}
-    for call, median_s in medians.items():
-        tflops = num_operations / median_s / 1e12
-        ratios = [other / own for other, own in zip(times_s[call], times_s["ours"], strict=True)]
-        beside = "" if call == "ours" else f", {statistics.median(ratios):.2f} x ours"
+
+    def rounds() -> Iterator[int]:
+        round_s = 0.0
+        for number in range(MAX_ROUNDS):
+            if number and perf_counter() - BEGIN_S + round_s > until_s:
+                return
+            began_s = perf_counter()
+            yield number
+            round_s = perf_counter() - began_s
+            say(f"{name}: round {number + 1} took {round_s:.2f} s")
+
+    found = timed_in_turns(calls, rounds())
+    limits = found.limits
+    for call, times_s in found.times_s.items():
         say(
-            f"{name}: {call} {median_s:.2f} s{beside}; {tflops:.2f} TFLOP/s, {tflops / limits.peak_tflops:.0%} of the "
-            f"multiply peak of {limits.peak_tflops:.2f} (torch's product: {limits.gemm_tflops:.2f}); "
-            f"{num_operations / 1e12:.1f} TFLOP, median of {len(times_s[call])}"
+            f"{name}: {call} {found.median_s(call):.2f} s, {found.beside_ours(call)}; "
+            f"{found.speed(call, num_operations)}, which is {limits.peak_tflops:.2f} "
+            f"(torch's product: {limits.gemm_tflops:.2f}); {num_operations / 1e12:.1f} TFLOP, median of {len(times_s)}"
         )
-    return medians
+    return {call: found.median_s(call) for call in calls}
 
 
 class Transformer:
@@ -125,13 +121,7 @@ def measure_vae(configs: Path, until_s: float, alone: bool) -> None:
         expected = theirs.decode(small / theirs.config.scaling_factor + theirs.config.shift_factor).sample
         check_same(expected.movedim(1, -1), ours.decode(latents[:, :, :32, :32].contiguous())[:, 0].to(DTYPE))
         say("autoencoder: outputs agree at 256 x 256")
-
-        def decode(form: torch.memory_format) -> Tensor:
-            theirs.to(memory_format=form)
-            return theirs.decode(z.contiguous(memory_format=form)).sample
-
-        calls["diffusers"] = lambda: decode(torch.contiguous_format)
-        calls["diffusers, channels_last"] = lambda: decode(torch.channels_last)
+        calls |= vae.calls_of(theirs, z)
     with vae.timed(Conv2d, UpsampleConv2d) as spent:
         ours.decode(latents)
     num_operations = sum(own for _, own in spent.values())

@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tilewright.bench.report import aligned, save_figure
+
 DECODE_CONTEXT = 128 + 32  # tokens W1's step attends to, on average
 
 
@@ -69,8 +71,7 @@ def as_table(document: Mapping) -> str:
                 f"{share['median']:.0%}" if share else "",
             )
         )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    text = aligned(lines, left=range(len(lines[0])))
     text += ["", *(f"{name}: {work['title']}" for name, work in works.items())]
     text.append("")
     if any("of_limit" in entry for entry in document["summary"]):
@@ -116,4 +117,4 @@ def write_plot(path: Path, document: Mapping) -> None:
         axes.title.set_fontsize(9)
         axes.grid(True, axis="y", alpha=0.3)
     figure.suptitle(document["model"])
-    figure.savefig(path, dpi=130)
+    save_figure(path, figure)

@@ -23,6 +23,9 @@ from time import perf_counter, sleep
 from peer_process import Worker, WorkerError
 from peer_report import as_table, summary, write_plot
 
+from tilewright.bench.report import check_outputs, write_document
+from tilewright.types import RequestError
+
 WORKERS = Path(__file__).parent / "peer_workers"
 DECODED = 64  # tokens of W1
 LARGE_SIDE = 1024  # of W3's picture, unless told otherwise
@@ -349,24 +352,23 @@ def _measure(options: argparse.Namespace, session: Session) -> dict:
         session.run_round(number, works, full=True)
         document = _document(options, session, works, systems)
         if options.json:
-            options.json.write_text(json.dumps(document, indent=2) + "\n")
+            write_document(options.json, document)
     return document
 
 
 def main() -> int:
     """The exit status: 0, 1 if a system failed on the way, 2 if nothing could be measured."""
     options = _parser().parse_args()
-    if options.plot:
-        import matplotlib  # noqa: F401  before minutes of measuring, not after
     if not (options.model / "config.json").is_file():
         print(f"peers: {options.model} is no folder of a checkpoint: it has no config.json", file=sys.stderr)
         return 2
     started: list[Worker] = []
     with tempfile.TemporaryDirectory() as logs:
         try:
+            check_outputs(options)
             session = _start(options, Path(logs), started)
             document = _measure(options, session)
-        except WorkerError as error:
+        except (WorkerError, RequestError) as error:
             print(f"peers: {error}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:

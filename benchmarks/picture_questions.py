@@ -18,57 +18,29 @@ import sys
 from pathlib import Path
 from time import perf_counter
 
-import numpy as np
-
 from tilewright import Engine
-from tilewright.bench.timing import between, probe
+from tilewright.bench.rounds import Prompts
+from tilewright.bench.timing import GEMM_SHAPE, between, dtype_name, fastest_dtype, probe
 from tilewright.engine.measure import machine
-from tilewright.types import Completion
 
 NUM_QUESTION_TOKENS = 16
 
 
-class Questions:
-    """Asks an engine questions of random tokens about random pictures."""
-
-    def __init__(self, engine: Engine, side: int, new_tokens: int) -> None:
-        self.engine, self.side, self.new_tokens = engine, side, new_tokens
-        self.random = np.random.default_rng(0)
-
-    def picture(self) -> np.ndarray:
-        """Smooth gradients with noise on top, [side, side, 3] uint8."""
-        across, down = (
-            self.random.uniform(0, 255, (2, self.side, 1, 3)).cumsum(1) / np.arange(1, self.side + 1)[:, None, None]
-        )
-        mixed = (across + down.transpose(1, 0, 2)) / 2 + self.random.normal(0, 10, (self.side, self.side, 3))
-        return mixed.clip(0, 255).astype(np.uint8)
-
-    def ask(self, picture: np.ndarray, new_tokens: int | None = None) -> Completion:
-        vocabulary_size = self.engine.loaded.model.vocab_size
-        words = self.random.integers(vocabulary_size // 8, vocabulary_size * 7 // 8, NUM_QUESTION_TOKENS)
-        ids = [*self.engine.loaded.processor.picture_token_ids, *words.tolist()]
-        return self.engine.generate(
-            prompt_token_ids=ids,
-            images=[picture],
-            max_tokens=new_tokens or self.new_tokens,
-            temperature=0.0,
-            ignore_eos=True,
-        )
-
-    def round(self) -> dict[str, float]:
-        before, picture = probe(), self.picture()
-        first, second = self.ask(picture), self.ask(picture)
-        limits = between(before, probe())
-        self.gemm_dtype = limits.gemm_dtype
-        figures = {"read_gb_s": limits.read_gb_s, "gemm_tflops": limits.gemm_tflops}
-        for name, answer in (("first_question", first), ("second_question", second)):
-            timings = answer.timings
-            decode_s = timings.total_s - timings.first_token_s
-            figures[f"{name}_ttft_s"] = timings.first_token_s
-            figures[f"{name}_tokens_per_s"] = (len(answer.token_ids) - 1) / decode_s
-            figures[f"{name}_bandwidth_share"] = (timings.decode_bytes_per_s or 0.0) / limits.read_gb_s / 1e9
-        figures["second_ttft_of_first"] = figures["second_question_ttft_s"] / figures["first_question_ttft_s"]
-        return figures
+def measure(prompts: Prompts, side: int, new_tokens: int, number: int) -> dict[str, float]:
+    """One picture, two questions about it, and the machine's limits around them."""
+    before, picture = probe(), prompts.picture((side, side), number)
+    questions = (prompts.ids_with_picture(NUM_QUESTION_TOKENS, number, which) for which in range(2))
+    answers = [prompts.answers([question], new_tokens, [picture])[0] for question in questions]
+    limits = between(before, probe())
+    figures = {"read_gb_s": limits.read_gb_s, "gemm_tflops": limits.gemm_tflops}
+    for name, answer in zip(("first_question", "second_question"), answers, strict=True):
+        timings = answer.timings
+        decode_s = timings.total_s - timings.first_token_s
+        figures[f"{name}_ttft_s"] = timings.first_token_s
+        figures[f"{name}_tokens_per_s"] = (len(answer.token_ids) - 1) / decode_s
+        figures[f"{name}_bandwidth_share"] = (timings.decode_bytes_per_s or 0.0) / limits.read_gb_s / 1e9
+    figures["second_ttft_of_first"] = figures["second_question_ttft_s"] / figures["first_question_ttft_s"]
+    return figures
 
 
 def memory_bytes() -> dict[str, int]:
@@ -98,19 +70,19 @@ def main() -> None:
     ) as engine:
         load_s = perf_counter() - begin
         log(f"loaded in {load_s:.1f} s")
-        questions = Questions(engine, options.side, options.new_tokens)
-        questions.ask(questions.picture(), new_tokens=4)  # warm-up: records steps and touches memory for the first time
+        prompts = Prompts(engine)
+        measure(prompts, options.side, 4, 0)  # warm-up: records steps and touches memory for the first time
         rounds = []
-        for number in range(options.rounds):
-            rounds.append(questions.round())
-            log(f"round {number + 1} of {options.rounds}: {rounds[-1]}")
+        for number in range(1, options.rounds + 1):
+            rounds.append(measure(prompts, options.side, options.new_tokens, number))
+            log(f"round {number} of {options.rounds}: {rounds[-1]}")
         described = machine.as_dict(machine.describe())
         document = {
             "model": options.folder.name,
             "side": options.side,
             "new_tokens": options.new_tokens,
             "load_s": load_s,
-            "gemm_dtype": questions.gemm_dtype,
+            "gemm_dtype": dtype_name(fastest_dtype(GEMM_SHAPE[0])),
             "median": {name: statistics.median(row[name] for row in rounds) for name in rounds[0]},
             "rounds": rounds,
             "memory": memory_bytes(),

@@ -24,8 +24,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from region import CONFIG, Steps
-from shapes import GREEDY, Bench, make_model, packed, resident_gb
+from shapes import Bench, make_model, packed, resident_gb
 
 from tilewright.engine.measure import machine
 from tilewright.engine.measure.costs import costs_of
@@ -48,9 +47,26 @@ FORMATS: dict[str, tuple[str, int] | None] = {
     "fp8 / 128": ("fp8", 128),
 }
 ROWS = (1, 8, 15, 16, 64, 512, 1024)  # answers, few and many of them, and prompts
+# The text side of the shape that docs/benchmarks.md calls 0.7B.
+SMALL = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
 LINEAR = (12288, 4096)  # outputs and inputs: gate or up of an 8B model
 MODELS = {
-    "8B": CONFIG
+    "8B": SMALL
     | {
         "hidden_size": 4096,
         "intermediate_size": 12288,
@@ -59,7 +75,7 @@ MODELS = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": False,
     },
-    "30B-A3B": CONFIG
+    "30B-A3B": SMALL
     | {
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -144,15 +160,17 @@ def measure_products(clock: Clock, limits: machine.MeasuredMachine, seconds: flo
 
 def measure_small(clock: Clock, seconds: float) -> None:
     """Decode steps of the 0.7B shape, formats in turns."""
-    models = {name: make_model(CONFIG, quantize=name) for name in ("none", "int8", "int4")}
+    models = {name: make_model(SMALL, quantize=name) for name in ("none", "int8", "int4")}
     for batch in (1, 8):
-        steps = {name: Steps(model, batch) for name, model in models.items()}
+        steps = {name: Bench(model, batch, 2048) for name, model in models.items()}
+        for own in steps.values():
+            own.start_decoding(batch, 128)
         times: dict[str, list[float]] = {name: [] for name in models}
         read_gb_s = machine.measure(0.5).read_gb_s
         until_s = perf_counter() + seconds / 2
         while perf_counter() < until_s or len(times["int4"]) < 3:
             for name, own in steps.items():
-                times[name].append(own.seconds(True))
+                times[name].append(min(own.step_seconds() for _ in range(4)))  # threads may sleep before the first
         read_gb_s = max(read_gb_s, machine.measure(0.5).read_gb_s)
         for name, model in models.items():
             step_bytes = costs_of(model, torch.bfloat16.itemsize).decode_bytes(144)
@@ -189,11 +207,8 @@ def measure_model(clock: Clock, name: str, quantize: str, limits: machine.Measur
     costs = costs_of(model, torch.bfloat16.itemsize)
     row: dict[str, float] = {"resident_gb": resident_gb()}
     for batch in (1, 8):
-        for index in range(batch):
-            bench.core.add(str(index), bench.inputs(128), GREEDY)
-        while any(not item.is_decoding for item in bench.core.scheduler.running + bench.core.scheduler.waiting):
-            bench.core.step()
-        times = [bench.step_seconds() for _ in range(14)][2:]  # the first records
+        bench.start_decoding(batch, 128)
+        times = [bench.step_seconds() for _ in range(12)]
         bench.finish(batch)
         row[f"decode {batch} tokens/s"] = batch / statistics.median(times)
         text = f"{key}: decode {batch}: {batch / statistics.median(times):.1f} tokens/s, best {batch / min(times):.1f}"

@@ -25,7 +25,7 @@ from peer_report import as_table, summary, write_plot
 from server_process import ServerError, ServerProcess
 
 from tilewright.bench.http_client import Client, ServerAddress
-from tilewright.bench.report import size
+from tilewright.bench.report import check_outputs, size, write_document
 from tilewright.bench.serve.run import ClosedLoop, first_model, measure, measure_limits
 from tilewright.bench.serve.summary import Summary, summarise
 from tilewright.bench.serve.workload import Workload
@@ -278,21 +278,20 @@ def _measure(options: argparse.Namespace, systems: Sequence[System], log_folder:
         comparison.run_round(number, workload)
         document = comparison.document(workload)
         if options.json:
-            options.json.write_text(json.dumps(document, indent=2) + "\n")
+            write_document(options.json, document)
     return comparison, document
 
 
 def main() -> int:
     """The exit status: 0, 1 if a rival failed on the way, 2 if nothing could be measured."""
     options = _parser().parse_args()
-    if options.plot:
-        import matplotlib  # noqa: F401  before minutes of measuring, not after
     systems = ([] if options.no_ours else [ours(options)]) + ([vllm(options)] if options.vllm else [])
     if not systems:
         print("serve_peers: with --no-ours and without --vllm there is nothing to measure", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
         try:
+            check_outputs(options)
             if options.logs:
                 options.logs.mkdir(parents=True, exist_ok=True)
             comparison, document = _measure(options, systems, options.logs or Path(folder))

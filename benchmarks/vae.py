@@ -8,8 +8,8 @@ The machine is probed before and after.
 from __future__ import annotations
 
 import argparse
+import copy
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +17,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from turns import timed_in_turns, warm_up
 
-from tilewright.bench.timing import between, probe
 from tilewright.layers.conv import Conv2d, UpsampleConv2d
 from tilewright.layers.norm import GroupNorm
 from tilewright.models.autoencoder_kl import AutoencoderKL as Ours
@@ -81,31 +81,23 @@ def compare(theirs: Any, ours: Ours, z: torch.Tensor, latents: torch.Tensor, rou
     expected = theirs.decode(z).sample.movedim(1, -1).float()
     difference = ((ours.decode(latents)[:, 0].float() - expected).abs().max() / expected.abs().max()).item()
     assert difference < MAX_DIFFERENCE[z.dtype], f"off by {difference:.2g} of the largest output"
-    pixels_last = z.to(memory_format=torch.channels_last)
-
-    def channels_last() -> torch.Tensor:
-        return theirs.decode(pixels_last).sample
-
-    calls: dict[str, Callable[[], torch.Tensor]] = {
-        "diffusers": lambda: theirs.decode(z).sample,
-        "diffusers, channels_last": channels_last,
-        "ours": lambda: ours.decode(latents),
-    }
-    before = probe()
-    times_s: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
-        for name, call in calls.items():
-            theirs.to(memory_format=torch.channels_last if call is channels_last else torch.contiguous_format)
-            begin_s = perf_counter()
-            call()
-            if turn:  # the first round warms up
-                times_s[name].append(perf_counter() - begin_s)
-    limits = between(before, probe())
+    calls = {**calls_of(theirs, z), "ours": lambda: ours.decode(latents)}
+    warm_up(calls)
+    turns = timed_in_turns(calls, range(rounds))
+    limits = turns.limits
     print(f"{z.dtype}: read {limits.read_gb_s:.1f} GB/s, bf16 peak {limits.peak_tflops:.2f} TFLOP/s")
-    for name, times in times_s.items():
-        ratios = sorted(their_s / our_s for their_s, our_s in zip(times, times_s["ours"], strict=True))
-        spread = f"{statistics.median(ratios):.2f} x ours ({ratios[0]:.2f}-{ratios[-1]:.2f})"
-        print(f"  {name}: {statistics.median(times):.3f} s, {spread}")
+    for name in calls:
+        print(f"  {name}: {turns.median_s(name):.3f} s, {turns.beside_ours(name)}")
+
+
+def calls_of(theirs: Any, z: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
+    """diffusers' decode as it is, and of a copy in torch's channels_last form."""
+    channels_last = copy.deepcopy(theirs).to(memory_format=torch.channels_last)
+    pixels_last = z.to(memory_format=torch.channels_last)
+    return {
+        "diffusers": lambda: theirs.decode(z).sample,
+        "diffusers, channels_last": lambda: channels_last.decode(pixels_last).sample,
+    }
 
 
 def profile(ours: Ours, latents: torch.Tensor) -> None:

@@ -62,7 +62,7 @@ def test_what_is_not_ours_is_named_and_is_not_ours():
     "span",
     ["engine/core.py", "csrc/base/tile.h", "generic.h", "Engine.chat", "engine.chat([])", "weights/load.load",
      "ops.linear", "ops.plan.empty", "Engine(replay=False)", "tilewright info", "--measure", "NormArgs",
-     'Op op("rms_norm")', "python benchmarks/step_overhead.py", "TILEWRIGHT_MAX_ISA"],
+     'Op op("rms_norm")', "python benchmarks/shapes.py", "TILEWRIGHT_MAX_ISA"],
 )  # fmt: skip
 def test_names_that_are_there(span):
     assert code_names().has(span)

@@ -28,7 +28,7 @@ def limits() -> llguidance.LLParserLimits:
     """Return the limits on what a grammar may cost.
 
     A quarter of the library's defaults for a mask: some 5 ms of derivatives and 1 ms of parsing at its speeds, while
-    masks of the schemas in benchmarks/constraints.py take less than 1 ms. Lexer states are some 1 KB each.
+    masks of usual schemas take less than 1 ms (docs/tools.md). Lexer states are some 1 KB each.
     """
     import llguidance
 
