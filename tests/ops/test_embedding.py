@@ -8,7 +8,7 @@ from tilewright.ops.packed import PackedForm, weight_format
 from tilewright.ops.torch_backend import embedding as reference
 
 
-@pytest.mark.parametrize("rows,width", [(1, 1), (5, 7), (33, 32), (64, 33), (70, 100), (200, 2048)])
+@pytest.mark.parametrize("rows,width", [(1, 1), (33, 32), (70, 100)])
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 def test_embedding(isa, dtype, id_dtype, rows, width):
     table = rand(rows, width, dtype=dtype)
@@ -21,7 +21,7 @@ def test_embedding(isa, dtype, id_dtype, rows, width):
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("width", [1, 5, 16, 33, 2048])
+@pytest.mark.parametrize("width", [5, 33])
 def test_scatter_rows(isa, dtype, width):
     rows = torch.randperm(50, generator=torch.Generator().manual_seed(2))[:29]
     values, tokens = rand(29, width, dtype=dtype), rand(50, width, dtype=dtype, seed=1)

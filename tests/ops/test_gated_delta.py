@@ -1,4 +1,4 @@
-"""The gated delta rule against its twin and against float64, at every ISA level; the projections and the gates."""
+"""The gated delta rule on both backends and against float64; the projections and the gates."""
 
 from functools import cache
 
@@ -6,11 +6,9 @@ import pytest
 import torch
 from fuzzing import num_cases
 from helpers import assert_close, poisoned, rand
-from hypothesis import given, note, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain import gated_delta_rule
 
-from tilewright import config
 from tilewright.bench.rows.gated_delta import chunked_delta_rule
 from tilewright.ops import backend, gated_delta, norm
 from tilewright.ops.native import kernels
@@ -18,15 +16,15 @@ from tilewright.ops.plan import Arena, Plan
 from tilewright.ops.torch_backend import gated_delta as reference
 
 # Sequences of a call: decode steps, drafts, chunks with and without a rest, each kind of padding.
-LENGTHS = [(1,), (1, 1, 1), (4, 1, 0, 12), (13,), (32, 33), (64, 65, 3), (150, 1, 70)]
+LENGTHS = [(1, 1, 1), (4, 1, 0, 12), (64, 65, 3), (150, 1, 70)]
 # Key heads, value heads, widths of keys and values.
-SPLIT_SHAPES = [(2, 6, 5, 3), (1, 7, 33, 65), (16, 32, 128, 128)]
-SHAPES = [(1, 1, 1, 1), (1, 3, 7, 33), (2, 4, 40, 24), (2, 4, 128, 128)]
+SPLIT_SHAPES = [(2, 6, 5, 3), (16, 32, 128, 128)]
+SHAPES = [(1, 3, 7, 33), (2, 4, 40, 24), (2, 4, 128, 128)]
 
 
 @pytest.fixture(autouse=True)
 def one_torch_thread():
-    """The twin goes token by token: a second thread would only be waited for, thousands of times."""
+    """float64 goes token by token: a second thread would only be waited for, thousands of times."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -65,29 +63,28 @@ class Case:
         assert result is out
         return out, states
 
-    def twin(self, write_slots=None, **kwargs):
-        states = self.states.clone()
-        out = gated_delta_rule(*self.inputs, states, self.starts, self.read_slots, write_slots, **kwargs)
-        return out, states
-
     def in_torch(self, write_slots=None, **kwargs):
         with backend.use("torch"):
             return self.ours(write_slots, **kwargs)
 
-    def truth(self, write_slots=None):
-        states = self.states.double()
-        out = gated_delta_rule(
-            *self.inputs, states, self.starts, self.read_slots, write_slots, compute_dtype=torch.float64
-        )
+    def truth(self):
+        """The recurrence S = exp(g) S; S += k (beta (v - S^T k))^T; out = S^T q / sqrt(K) of one sequence, in fp64."""
+        q, k, v = (x.double() for x in self.inputs[:3])
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        group = v.shape[1] // k.shape[1]
+        q, k = (x.repeat_interleave(group, dim=1) for x in (q * q.shape[-1] ** -0.5, k))
+        states, out = self.states.double(), torch.empty(v.shape, dtype=torch.float64)
+        state = states[self.read_slots[0]]
+        for token in range(self.num_tokens):
+            state = state * self.g[token].double().exp()[:, None, None]
+            delta = (v[token] - torch.einsum("hkv,hk->hv", state, k[token])) * self.beta[token].double()[:, None]
+            state = state + k[token][:, :, None] * delta[:, None, :]
+            out[token] = torch.einsum("hkv,hk->hv", state, q[token])
+        states[self.read_slots[0]] = state
         return out, states
 
 
 @cache  # the same at every ISA level
-def twin_of(lengths, shape, dtype):
-    return Case(lengths, shape, dtype).twin()
-
-
-@cache
 def truth_of(lengths, shape, dtype, decay):
     return Case(lengths, shape, dtype, decay=decay).truth()
 
@@ -100,10 +97,10 @@ def assert_states_close(actual, expected, dtype):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_matches_the_twin(isa, dtype, lengths, shape):
+def test_the_backends_agree(isa, dtype, lengths, shape):
     case = Case(lengths, shape, dtype)
     out, states = case.ours()
-    expected, expected_states = twin_of(lengths, shape, dtype)
+    expected, expected_states = case.in_torch()
     assert_close(out, expected, atol=2e-5 if dtype == torch.float32 else None)
     assert_states_close(states, expected_states, dtype)
     untouched = [slot for slot in range(len(states)) if slot not in case.read_slots.tolist()]
@@ -119,10 +116,9 @@ def test_keeps_the_state_after_each_token_that_has_a_slot(isa, dtype, lengths):
     write_slots[kept] = torch.arange(len(kept)).int() + 4
     case.read_slots = torch.tensor([1, 2, 3], dtype=torch.int32)
     write_slots[0] = 1  # over its own state, which later tokens of the sequence do not read again
-    expected, expected_states = case.twin(write_slots)
-    for out, states in (case.ours(write_slots), case.in_torch(write_slots)):
-        assert_close(out, expected, atol=2e-5 if dtype == torch.float32 else None)
-        assert_states_close(states, expected_states, dtype)
+    (out, states), (expected, expected_states) = case.ours(write_slots), case.in_torch(write_slots)
+    assert_close(out, expected, atol=2e-5 if dtype == torch.float32 else None)
+    assert_states_close(states, expected_states, dtype)
 
 
 def test_a_refused_draft_leaves_the_states_to_go_back_to(isa):
@@ -140,18 +136,6 @@ def test_a_refused_draft_leaves_the_states_to_go_back_to(isa):
     short.states, short.read_slots = case.states, case.read_slots
     _, expected = short.ours()
     assert_close(states[[6, 10]], expected[[1, 2]])
-
-
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_the_torch_backend_matches_token_by_token(dtype, lengths, shape):
-    case = Case(lengths, shape, dtype)
-    out, states = case.in_torch()
-    expected, expected_states = twin_of(lengths, shape, dtype)
-    assert_close(out, expected, atol=2e-5 if dtype == torch.float32 else None)
-    assert_close(states, expected_states)
-    untouched = [slot for slot in range(len(states)) if slot not in case.read_slots.tolist()]
-    assert torch.equal(states[untouched], case.states[untouched])
 
 
 def test_the_torch_backend_keeps_what_is_no_number_in_its_sequence():
@@ -172,9 +156,8 @@ def test_normalize_and_scale(isa, dtype, normalize, scale):
     case = Case([70, 3], (1, 2, 24, 16), dtype, seed=3)
     if not normalize:
         case.k = (case.k.float() / case.k.float().norm(dim=-1, keepdim=True)).to(dtype)
-    expected, _ = case.twin(normalize=normalize, scale=scale)
-    for out, _ in (case.ours(normalize=normalize, scale=scale), case.in_torch(normalize=normalize, scale=scale)):
-        assert_close(out, expected, atol=2e-5 if dtype == torch.float32 else None)
+    (out, _), (expected, _) = (call(normalize=normalize, scale=scale) for call in (case.ours, case.in_torch))
+    assert_close(out, expected, atol=2e-5 if dtype == torch.float32 else None)
 
 
 def test_slices_of_a_packed_row(isa, dtype):
@@ -258,11 +241,10 @@ def test_extremes_stay_finite_and_right(isa, dtype, decay, beta):
     case.g[::3] = -0.5  # between tokens that forget all
     case.beta = torch.full_like(case.beta, beta)
     case.k[20:30] = case.k[20]  # the same key again and again: the worst of the triangular system
-    expected, expected_states = case.twin()
-    for out, states in (case.ours(), case.in_torch()):
-        assert out.isfinite().all() and states.isfinite().all()
-        assert_close(out, expected, atol=2e-5 if dtype == torch.float32 else None)
-        assert_states_close(states, expected_states, dtype)
+    (out, states), (expected, expected_states) = case.ours(), case.in_torch()
+    assert out.isfinite().all() and states.isfinite().all()
+    assert_close(out, expected, atol=2e-5 if dtype == torch.float32 else None)
+    assert_states_close(states, expected_states, dtype)
 
 
 def test_a_token_does_not_depend_on_the_sequences_beside_it_nor_on_threads(isa, dtype):
@@ -300,20 +282,13 @@ def test_a_token_does_not_depend_on_the_sequences_beside_it_nor_on_threads(isa, 
 def test_any_shape(lengths, key_heads, group, key_width, value_width, wide, seed):
     dtype = torch.float32 if wide else torch.bfloat16
     case = Case(lengths, (key_heads, key_heads * group, key_width, value_width), dtype, seed=seed)
-    expected, expected_states = case.twin()  # which takes the time: once for all ISA levels
-    try:
-        for isa in kernels.isa_levels():
-            note(isa)
-            kernels.set_max_isa(isa)
-            out, states = case.ours()
-            assert_close(out, expected, atol=3e-5 if wide else None)
-            assert_states_close(states, expected_states, dtype)
-    finally:
-        kernels.set_max_isa(config.current().max_isa)
+    (out, states), (expected, expected_states) = case.ours(), case.in_torch()
+    assert_close(out, expected, atol=3e-5 if wide else None)
+    assert_states_close(states, expected_states, dtype)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("num_tokens", [0, 1, 9])
+@pytest.mark.parametrize("num_tokens", [0, 9])
 @pytest.mark.parametrize("shape", SPLIT_SHAPES, ids=str)
 def test_split_projections(isa, dtype, shape, num_tokens, interleaved):
     key_heads, value_heads, key_width, value_width = shape
@@ -333,7 +308,7 @@ def test_split_projections(isa, dtype, shape, num_tokens, interleaved):
 
 
 @pytest.mark.parametrize("parameter_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_heads", [1, 7, 16, 33])
+@pytest.mark.parametrize("num_heads", [7, 33])
 def test_gates(isa, dtype, num_heads, parameter_dtype):
     a, b = rand(6, num_heads, dtype=dtype, scale=4), rand(6, num_heads, dtype=dtype, scale=4, seed=1)
     a[0, 0], a[1, 0], b[0, 0], b[1, 0] = 60.0, -60.0, 60.0, -60.0

@@ -10,7 +10,7 @@ from tilewright.ops.attention import BYTE_FORMATS, LARGEST, KvCache, bytes_per_t
 from tilewright.ops.torch_backend.attention import rounded
 
 BYTES = pytest.mark.parametrize("kv_dtype", list(BYTE_FORMATS), ids=["int8", "fp8"])
-WIDTHS = [1, 15, 40, 64, 72, 129]
+WIDTHS = [15, 72]
 
 
 def poisoned_cache(num_pages, page_size, heads, width, kv_dtype):

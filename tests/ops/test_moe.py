@@ -9,12 +9,8 @@ from tilewright.ops.native import kernels
 from tilewright.ops.torch_backend import moe as reference
 
 SHAPES = [  # T, E, k, D, I
-    (1, 1, 1, 1, 1),
     (1, 8, 2, 32, 16),
-    (2, 5, 5, 33, 17),
     (3, 16, 4, 70, 40),
-    (17, 4, 2, 64, 48),
-    (40, 8, 3, 100, 31),
     (131, 3, 2, 96, 64),
 ]
 
@@ -46,7 +42,7 @@ def routing(tokens: int, num_experts: int, k: int) -> tuple[torch.Tensor, torch.
 # ---- route
 
 
-@pytest.mark.parametrize("tokens,num_experts,k", [(1, 1, 1), (5, 16, 16), (33, 100, 5)])
+@pytest.mark.parametrize("tokens,num_experts,k", [(5, 16, 16), (33, 100, 5)])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_route(isa, dtype, tokens, num_experts, k, scoring, renormalize):

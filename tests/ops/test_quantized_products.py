@@ -1,4 +1,4 @@
-"""Products with quantised weights against the plain torch of ops.quantized, at every ISA level."""
+"""Products with quantised weights against the plain torch of ops.quantized."""
 
 from dataclasses import replace
 
@@ -29,7 +29,6 @@ FORMATS = [
     ("int4_rotated", 32), ("uint4", 32), ("uint4", 64), ("uint4_zero", 128), ("mxfp4", 32), ("iq4_nl", 32), ("fp8", 0),
     ("fp8", 128), ("int8_exact", 0), ("int8_exact", 32),
 ]  # fmt: skip
-SHAPES = [(2, 31, 65), (70, 33, 250)]
 
 
 @pytest.fixture(params=FORMATS, ids=lambda given: f"{given[0]}-{given[1]}")
@@ -37,30 +36,20 @@ def format(request):
     return request.param
 
 
-@pytest.mark.parametrize("m,n,k", SHAPES)
-def test_linear(isa, dtype, format, m, n, k):
+def test_linear(isa, dtype, format, m=70, n=33, k=250):
     x, weight, bias = rand(m, k, dtype=dtype), rand(n, k, dtype=dtype, seed=1), rand(n, seed=2)
     packed = pack_weight(weight, bias, dtype=weight_format(*format))
     expected = reference.plain_linear(x, rounded(weight, weight_format(*format)), bias)
     assert_close(linear(x, packed, out=poisoned(m, n, dtype=dtype)), expected)
 
 
-@pytest.mark.parametrize("m,n,k", [(1, 2, 3), (20, 66, 130)])
-def test_gate_and_up_with_a_residual(isa, dtype, format, m, n, k):
+def test_gate_and_up_with_a_residual(isa, dtype, format, m=20, n=66, k=130):
     x, weight = rand(m, k, dtype=dtype), rand(n, k, dtype=dtype, seed=1, scale=k**-0.5)
     residual = rand(m, n // 2, dtype=dtype, seed=3)
     packed = pack_weight(weight, gated=True, dtype=weight_format(*format))
     given = {"activation": "silu", "residual": residual}
     expected = reference.plain_linear(x, rounded(weight, weight_format(*format)), gated=True, **given)
     assert_close(linear(x, packed, **given, out=poisoned(m, n // 2, dtype=dtype)), expected)
-
-
-def test_a_row_does_not_depend_on_its_neighbours(isa, dtype, format):
-    weight, x = rand(96, 300, dtype=dtype), rand(70, 300, dtype=dtype, seed=1)
-    packed = pack_weight(weight, dtype=weight_format(*format))
-    together = linear(x, packed)
-    for rows in (1, 2, 16, 17, 40):
-        assert torch.equal(linear(x[:rows], packed), together[:rows])
 
 
 def test_experts(isa, dtype, format):

@@ -1,6 +1,5 @@
 import math
 
-import plain
 import pytest
 import torch
 from fuzzing import num_cases
@@ -12,7 +11,7 @@ from tilewright.ops import backend, sample
 from tilewright.ops.native import kernels
 from tilewright.ops.torch_backend import sample as reference
 
-SIZES = [1, 17, 1000, 4097]
+SIZES = [1, 17, 4097]
 INFINITY = math.inf
 
 
@@ -30,11 +29,11 @@ def uniforms(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def assert_distribution(actual, logits, parameters, rtol=2e-5):
-    """The twin's distribution. A token whose limit is met to within rounding may be kept or not: the kept set lies
-    between the twin's for limits a little tighter and a little looser, and the probabilities are those of the set."""
+    """That of plain torch, in fp64. A token whose limit is met to within rounding may be kept or not: the kept set
+    lies between those of limits a little tighter and a little looser, and the probabilities are those of the set."""
     temperature, top_k, top_p, min_p = parameters
-    tight = plain.softmax_probs(logits, temperature, top_k, (top_p - 3e-6).clamp(min=0), min_p * (1 + 1e-4))
-    loose = plain.softmax_probs(logits, temperature, top_k, top_p + 3e-6, min_p * (1 - 1e-4))
+    tight = reference._distribution(logits, temperature, top_k, (top_p - 3e-6).clamp(min=0), min_p * (1 + 1e-4))
+    loose = reference._distribution(logits, temperature, top_k, top_p + 3e-6, min_p * (1 - 1e-4))
     kept = actual > 0
     assert (kept >= (tight > 1e-36)).all() and (kept <= (loose > 0)).all()
     expected = loose * kept
@@ -43,14 +42,12 @@ def assert_distribution(actual, logits, parameters, rtol=2e-5):
 
 
 def assert_same_draw(logits, parameters, uniform):
-    """The twin's tokens, on both backends, except where uniform lies within rounding of the edge between two."""
-    actual = sample.sample(logits, *parameters, uniform)
-    cumulative = plain.softmax_probs(logits, *parameters).cumsum(1)
-    for tokens in (actual, reference.sample(logits, *parameters, uniform)):
-        for row, token in enumerate(tokens.tolist()):
+    """The tokens of the distribution, on both backends, but where uniform is within rounding of the edge of two."""
+    cumulative = reference._distribution(logits, *parameters).cumsum(1)
+    for draw in (sample.sample, reference.sample):
+        for row, token in enumerate(draw(logits, *parameters, uniform).tolist()):
             below = float(cumulative[row, token - 1]) if token else 0.0
             assert below - 1e-5 <= uniform[row] <= float(cumulative[row, token]) + 1e-5, (row, token)
-    return actual
 
 
 CASES = [
@@ -72,14 +69,13 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("size", [1, 17, 4097])
+@pytest.mark.parametrize("size", [17, 4097])
 def test_sample_and_its_distribution(isa, dtype, size, case):
     logits = rand(3, size + 3, dtype=dtype, scale=3.0, seed=size)[:, 2:-1]
     parameters = filters(3, **case)
     out = poisoned(3, size)
     assert sample.softmax_probs(logits, *parameters, out=out) is out
     assert_distribution(out, logits, parameters)
-    assert_distribution(reference.softmax_probs(logits, *parameters), logits, parameters)
     for seed in range(2):
         assert_same_draw(logits, parameters, uniforms(3, seed))
 
@@ -131,9 +127,9 @@ def test_special_values(isa, dtype):
     )
     for case in CASES:
         parameters = filters(5, **case)
+        assert_distribution(sample.softmax_probs(logits, *parameters), logits, parameters)
         for backend_name in backend.NAMES:
             with backend.use(backend_name):
-                assert_distribution(sample.softmax_probs(logits, *parameters), logits, parameters)
                 for uniform in (0.0, 0.5, 1 - 2**-53):
                     tokens = sample.sample(logits, *parameters, torch.full((5,), uniform, dtype=torch.float64)).tolist()
                     assert tokens[0] in (1, 3) and tokens[1] in (1, 4) and tokens[2:] == [0, 0, 0]
@@ -152,7 +148,7 @@ def test_the_draws_follow_the_distribution(isa):
     draws = 20000
     logits = rand(1, 32, scale=1.5).expand(draws, 32).contiguous()
     tokens = sample.sample(logits, *filters(draws, temperature=0.8), uniforms(draws))
-    expected = plain.softmax_probs(logits[:1], *filters(1, temperature=0.8))[0] * draws
+    expected = reference._distribution(logits[:1], *filters(1, temperature=0.8))[0] * draws
     observed = torch.bincount(tokens, minlength=32)
     assert ((observed - expected).square() / expected).sum() < 61.1
 
@@ -201,7 +197,7 @@ def test_any_parameters(size, seed, scale, temperature, top_k, top_p, min_p):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("top_n", [0, 1, 32, 4097])
+@pytest.mark.parametrize("top_n", [0, 32, 4097])
 def test_log_probs(isa, dtype, size, top_n):
     top_n = min(top_n, size)
     logits = rand(6, size, dtype=dtype, scale=3.0)
@@ -258,11 +254,9 @@ def test_penalize(dtype, size):
         torch.tensor([0.2, 0.0, 0.1, -0.4]),
     )
     for bias in ({}, {"bias_starts": bias_starts, "bias_token_ids": bias_ids, "bias": rand(len(bias_ids), scale=9.0)}):
-        expected = plain.penalize(logits.clone(), *arguments, **bias)
         actual = logits.clone()
         assert sample.penalize(actual, *arguments, **bias) is actual
-        assert_close(actual, expected)
-        assert_close(reference.penalize(logits.clone(), *arguments, **bias), expected)
+        assert_close(actual, reference.penalize(logits.clone(), *arguments, **bias))
 
 
 def test_neutral_penalties_change_nothing(dtype):
