@@ -20,7 +20,8 @@ from time import perf_counter
 
 from tilewright import Engine
 from tilewright.bench.rounds import Prompts
-from tilewright.bench.timing import GEMM_SHAPE, between, dtype_name, fastest_dtype, probe
+from tilewright.bench.timing import GEMM_SHAPE, between, probe
+from tilewright.bench.torch_dtype import dtype_name, fastest_dtype
 from tilewright.engine.measure import machine
 
 NUM_QUESTION_TOKENS = 16

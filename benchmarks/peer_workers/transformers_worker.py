@@ -9,7 +9,7 @@ from time import perf_counter
 from worker import Checkpoint, System, serve, take_stdout
 
 # By its path: this environment has another torch, and nothing of ours.
-TORCH_DTYPE = Path(__file__).parents[2] / "src/tilewright/bench/timing.py"
+TORCH_DTYPE = Path(__file__).parents[2] / "src/tilewright/bench/torch_dtype.py"
 PREFILL_ROWS = 1024  # fp32 and bf16 differ most where many rows are multiplied, and that takes longest
 
 

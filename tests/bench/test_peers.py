@@ -156,29 +156,20 @@ def test_a_python_that_is_not_there(peers, checkpoint, monkeypatch, capsys):
     assert "ours cannot be started as /nowhere/python" in capsys.readouterr().err
 
 
-def test_ours_for_real(peers, tmp_path, monkeypatch, capsys):
-    """The worker of ours on a tiny checkpoint; the probe, which takes seconds, is left to the fakes."""
-    folder = write_text_model(tmp_path / "model")
-    monkeypatch.setattr(peers.Session, "run_round", _calls_only)
-    monkeypatch.setattr(
-        sys, "argv", ["peers.py", str(folder), "--works", "W4t", "--rounds", "1", "--engine", "pack_cache=false"]
-    )
-    assert peers.main() == 0, capsys.readouterr().err
-    assert "W4t" in capsys.readouterr().out
-
-
-def test_transformers_computes_in_the_requested_dtype(peers, tmp_path, monkeypatch, capsys):
+def test_questions_about_texts_for_real(peers, tmp_path, monkeypatch, capsys):
+    """Ours and transformers on a tiny checkpoint; the probe, which takes seconds, is left to the fakes."""
     folder, path = write_text_model(tmp_path / "model"), tmp_path / "peers.json"
     monkeypatch.setattr(peers.Session, "run_round", _calls_only)
     options = ["--transformers", sys.executable, "--transformers-dtype", "float32", "--works", "W4t", "--rounds", "1"]
     options += ["--engine", "pack_cache=false", "--json", str(path)]
     monkeypatch.setattr(sys, "argv", ["peers.py", str(folder), *options])
     assert peers.main() == 0, capsys.readouterr().err
+    assert "W4t" in capsys.readouterr().out
     assert json.loads(path.read_text())["systems"]["transformers"]["dtype"] == "float32"
 
 
 def test_questions_about_pictures_for_real(peers, tmp_path, monkeypatch, capsys):
-    """Ours and transformers on a tiny checkpoint that looks at pictures."""
+    """Of a checkpoint that looks at pictures; transformers computes in the faster type."""
     folder, path = write_cross_model(tmp_path), tmp_path / "peers.json"
     monkeypatch.setattr(peers.Session, "run_round", _calls_only)
     options = ["--transformers", sys.executable, "--works", "W1p,W3,W3q", "--side", "24", "--rounds", "1"]

@@ -1,10 +1,13 @@
 """The dtype that torch is measured in: its fastest one, with and without bf16 in hardware."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.nn import functional
 
-from tilewright.bench import row, timing
+from tilewright.bench import row, timing, torch_dtype
 from tilewright.bench.rows import attention, linear
 from tilewright.bench.rows import linear as moe
 from tilewright.bench.serve import report as serve_report
@@ -14,9 +17,9 @@ from tilewright.engine.measure import machine
 
 @pytest.fixture(autouse=True)
 def forget():
-    timing._timed.cache_clear()
+    torch_dtype._timed.cache_clear()
     yield
-    timing._timed.cache_clear()
+    torch_dtype._timed.cache_clear()
 
 
 class Clock:
@@ -28,7 +31,7 @@ class Clock:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> float:
         flops = 2 * x.shape[0] * weight.numel()
-        seconds = flops / (1e9 * self.gflops[timing.dtype_name(x.dtype)])
+        seconds = flops / (1e9 * self.gflops[torch_dtype.dtype_name(x.dtype)])
         self.total_s += seconds
         return seconds
 
@@ -45,27 +48,34 @@ class Clock:
 @pytest.mark.parametrize("num_rows", [1, 2, 4096])
 def test_the_faster_type_is_found_in_a_second_or_two(monkeypatch, gflops, expected, num_rows):
     clock = Clock(**gflops)
-    monkeypatch.setattr(timing, "_product_s", clock)
-    assert timing.fastest_dtype(num_rows) is expected
+    monkeypatch.setattr(torch_dtype, "_product_s", clock)
+    assert torch_dtype.fastest_dtype(num_rows) is expected
     assert clock.total_s < 1.5, "however slow a type is"
     spent_s = clock.total_s
-    assert timing.fastest_dtype(num_rows) is expected and clock.total_s == spent_s, "timed once"
+    assert torch_dtype.fastest_dtype(num_rows) is expected and clock.total_s == spent_s, "timed once"
 
 
 def test_vectors_and_matrices_are_timed_apart(monkeypatch):
     slow = {(1, torch.float32), (128, torch.bfloat16)}
-    monkeypatch.setattr(timing, "_product_s", lambda x, _: 0.1 if (len(x), x.dtype) in slow else 0.001)
-    assert timing.by_product() == {"matrix": "float32", "vector": "bfloat16"}
+    monkeypatch.setattr(torch_dtype, "_product_s", lambda x, _: 0.1 if (len(x), x.dtype) in slow else 0.001)
+    assert torch_dtype.by_product() == {"matrix": "float32", "vector": "bfloat16"}
 
 
 def test_for_real():
-    assert set(timing.by_product().values()) <= {"bfloat16", "float32"}
+    assert set(torch_dtype.by_product().values()) <= {"bfloat16", "float32"}
+
+
+def test_the_file_needs_nothing_of_ours():
+    """An environment with another torch runs it by its path (benchmarks/peer_workers/transformers_worker.py)."""
+    code = "import runpy, sys; sys.modules['tilewright'] = None; print(runpy.run_path(sys.argv[1])['MATRIX'])"
+    done = subprocess.run([sys.executable, "-c", code, torch_dtype.__file__], capture_output=True, text=True)
+    assert done.stdout.strip() == str(torch_dtype.MATRIX), done.stderr
 
 
 @pytest.fixture
 def no_fast_bf16(monkeypatch):
     """A machine whose torch has no fast bf16; returns the types that torch's side multiplies in from here on."""
-    monkeypatch.setattr(timing, "_product_s", Clock(bfloat16=0.3, float32=30.0))
+    monkeypatch.setattr(torch_dtype, "_product_s", Clock(bfloat16=0.3, float32=30.0))
     monkeypatch.setattr(row, "ROTATION_BYTES", 1 << 16)
     seen = []
     for name in ("linear", "conv3d", "scaled_dot_product_attention"):

@@ -43,8 +43,8 @@ def run(options: argparse.Namespace) -> int:
     report.check_outputs(options)
     import torch
 
-    from tilewright.bench import timing
     from tilewright.bench.rows import all_rows
+    from tilewright.bench.torch_dtype import by_product
     from tilewright.engine.measure import machine
     from tilewright.ops.native import kernels
 
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     measured = machine.measure()
     limits = report.MachineLimits(measured.read_gb_s, measured.bf16_tflops)
     results = _measure(rows, options.rounds, limits)
-    torch_dtypes = timing.by_product()
+    torch_dtypes = by_product()
     print(report.as_table(results, limits, torch_dtypes))
     if options.json:
         about = {

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from tilewright.bench.row import Calls, Row, close, random, rotation
 from tilewright.bench.shapes import MODELS
-from tilewright.bench.timing import fastest_dtype
+from tilewright.bench.torch_dtype import fastest_dtype
 from tilewright.ops import attention, embedding
 from tilewright.ops.attention import KvCache, bytes_per_token, kv_store
 from tilewright.ops.torch_backend import attention as reference

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tilewright.bench.row import Calls, Row, close, num_copies, random, rotation
 from tilewright.bench.shapes import MODELS, SPARSE_MODELS, ExpertShape, VisionShape
-from tilewright.bench.timing import fastest_dtype
+from tilewright.bench.torch_dtype import fastest_dtype
 from tilewright.ops.linear import PackedWeight, linear, pack_weight
 from tilewright.ops.moe import PackedExperts, moe, route
 from tilewright.ops.packed import PackedForm, rounded, weight_format
