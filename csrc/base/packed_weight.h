@@ -38,61 +38,131 @@ enum class WeightFormat : int {
   int4_rotated
 };
 
-inline constexpr WeightFormat kWeightFormats[] = {
-    WeightFormat::f32,         WeightFormat::bf16,       WeightFormat::fp8,          WeightFormat::int8_exact,
-    WeightFormat::int8,        WeightFormat::int8_min,   WeightFormat::int8_rotated, WeightFormat::int4,
-    WeightFormat::uint4,       WeightFormat::uint4_zero, WeightFormat::mxfp4,        WeightFormat::iq4_nl,
-    WeightFormat::int4_rotated};
+// How products take the quants of a format.
+enum class WeightProduct : int {
+  as_stored,  // values that are not quantised
+  widened,    // each byte becomes the bf16 that has its value; x is not rounded
+  bytes       // x is rounded to bytes too
+};
 
-inline constexpr bool is_quantized(WeightFormat format) { return format >= WeightFormat::fp8; }
-// Whether x is not rounded: each byte becomes a bf16, which has all its values.
-inline constexpr bool is_widened(WeightFormat format) {
-  return format == WeightFormat::fp8 || format == WeightFormat::int8_exact;
-}
-// Whether products are of bytes, with x rounded to bytes.
-inline constexpr bool rounds_x(WeightFormat format) { return format >= WeightFormat::int8; }
-inline constexpr bool has_nibbles(WeightFormat format) { return format >= WeightFormat::int4; }
-inline constexpr bool has_zeros(WeightFormat format) { return format == WeightFormat::uint4_zero; }
-inline constexpr bool has_mins(WeightFormat format) {  // or zeros in their place
-  return format == WeightFormat::int8_min || format == WeightFormat::uint4 || has_zeros(format);
-}
+// What is subtracted from the scaled quants of a group.
+enum class GroupOffset : int { none, min, zero };
 
-inline constexpr bool has_steps(WeightFormat format) { return format == WeightFormat::int4_rotated; }
-inline constexpr bool is_rotated(WeightFormat format) {
-  return format == WeightFormat::int8_rotated || has_steps(format);
-}
+struct Range {
+  int least, most;
+};
+
+// All that differs between formats, for whoever packs, multiplies or reads them.
+struct WeightTraits {
+  WeightFormat format;
+  const char* name;
+  WeightProduct product = WeightProduct::bytes;
+  DType storage = DType::u8;      // of the elements that hold the values
+  int bits = 8;                   // of a value in them
+  Range quants = {-127, 127};     // or codes of them; of quantised formats
+  int bias = 0;                   // added to a quant to store it without a sign
+  const int8_t* table = nullptr;  // values of the codes; null: they are the quants
+  GroupOffset offset = GroupOffset::none;
+  bool has_steps = false;         // a byte is base + step * q
+  bool is_rotated = false;        // rows are
+  bool has_whole_rows = false;    // a row may have one scale for all its values
+  Range group_sizes = {16, 256};  // of kGroupSizes; {0, 0}: none
+  bool has_rounding = false;      // kernels/linear/round_weight.h makes its quants
+};
+
+namespace {  // no symbols of files that have an ISA level's instructions
 
 // Values of the codes of a nibble: those of mxfp4 are twice e2m1, so that all are integers.
-namespace {  // no symbols of files that have an ISA level's instructions
 constexpr int8_t kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 constexpr int8_t kIq4NlValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-constexpr const int8_t* table_of(WeightFormat format) {  // null: a code is the quant itself
-  return format == WeightFormat::mxfp4 ? kMxfp4Values : format == WeightFormat::iq4_nl ? kIq4NlValues : nullptr;
-}
+
+constexpr Range kCodes = {0, 15}, kNoGroups = {0, 0};
+constexpr Range kGroupsOfTiles = {kTileDepth, 256};
+constexpr Range kGroupsInSteps = {16, 32};  // whose sums, of quants from -8 to 7, fit 16 bits
+
+constexpr WeightTraits kWeightTraits[] = {
+    {.format = WeightFormat::f32,
+     .name = "float32",
+     .product = WeightProduct::as_stored,
+     .storage = DType::f32,
+     .bits = 32,
+     .group_sizes = kNoGroups},
+    {.format = WeightFormat::bf16,
+     .name = "bfloat16",
+     .product = WeightProduct::as_stored,
+     .storage = DType::bf16,
+     .bits = 16,
+     .group_sizes = kNoGroups},
+    {.format = WeightFormat::fp8,
+     .name = "fp8",
+     .product = WeightProduct::widened,
+     .quants = {0, 255},
+     .has_whole_rows = true,
+     .group_sizes = kGroupsOfTiles},
+    {.format = WeightFormat::int8_exact,
+     .name = "int8_exact",
+     .product = WeightProduct::widened,
+     .has_whole_rows = true,
+     .group_sizes = kGroupsOfTiles},
+    {.format = WeightFormat::int8, .name = "int8", .has_whole_rows = true, .has_rounding = true},
+    {.format = WeightFormat::int8_min, .name = "int8_min", .offset = GroupOffset::min},
+    {.format = WeightFormat::int8_rotated,
+     .name = "int8_rotated",
+     .is_rotated = true,
+     .has_whole_rows = true,
+     .group_sizes = kNoGroups,
+     .has_rounding = true},
+    {.format = WeightFormat::int4, .name = "int4", .bits = 4, .quants = {-8, 7}, .bias = 8, .has_rounding = true},
+    {.format = WeightFormat::uint4,
+     .name = "uint4",
+     .bits = 4,
+     .quants = kCodes,
+     .offset = GroupOffset::min,
+     .has_rounding = true},
+    {.format = WeightFormat::uint4_zero,
+     .name = "uint4_zero",
+     .bits = 4,
+     .quants = kCodes,
+     .offset = GroupOffset::zero},
+    {.format = WeightFormat::mxfp4, .name = "mxfp4", .bits = 4, .quants = kCodes, .table = kMxfp4Values},
+    {.format = WeightFormat::iq4_nl, .name = "iq4_nl", .bits = 4, .quants = kCodes, .table = kIq4NlValues},
+    {.format = WeightFormat::int4_rotated,
+     .name = "int4_rotated",
+     .bits = 4,
+     .quants = kCodes,
+     .has_steps = true,
+     .is_rotated = true,
+     .group_sizes = kGroupsInSteps,
+     .has_rounding = true}};
+
 }  // namespace
 
-// Element type of a format's values.
-inline constexpr DType storage_of(WeightFormat format) {
-  if (is_quantized(format)) return DType::u8;
-  return format == WeightFormat::bf16 ? DType::bf16 : DType::f32;
+TILEWRIGHT_INLINE constexpr const WeightTraits& traits_of(WeightFormat format) {
+  return kWeightTraits[static_cast<int>(format)];
 }
 
-inline constexpr const char* name_of(WeightFormat format) {
-  switch (format) {
-    case WeightFormat::fp8: return "fp8";
-    case WeightFormat::int8_exact: return "int8_exact";
-    case WeightFormat::int8: return "int8";
-    case WeightFormat::int8_min: return "int8_min";
-    case WeightFormat::int8_rotated: return "int8_rotated";
-    case WeightFormat::int4: return "int4";
-    case WeightFormat::uint4: return "uint4";
-    case WeightFormat::uint4_zero: return "uint4_zero";
-    case WeightFormat::mxfp4: return "mxfp4";
-    case WeightFormat::iq4_nl: return "iq4_nl";
-    case WeightFormat::int4_rotated: return "int4_rotated";
-    default: return name_of(storage_of(format));
-  }
+TILEWRIGHT_INLINE constexpr bool is_quantized(WeightFormat format) {
+  return traits_of(format).product != WeightProduct::as_stored;
 }
+TILEWRIGHT_INLINE constexpr bool is_widened(WeightFormat format) {
+  return traits_of(format).product == WeightProduct::widened;
+}
+TILEWRIGHT_INLINE constexpr bool rounds_x(WeightFormat format) {
+  return traits_of(format).product == WeightProduct::bytes;
+}
+TILEWRIGHT_INLINE constexpr bool has_nibbles(WeightFormat format) { return traits_of(format).bits == 4; }
+TILEWRIGHT_INLINE constexpr int64_t quad_tile_bytes(WeightFormat format) {
+  return has_nibbles(format) ? kQuadTileBytes<4> : kQuadTileBytes<8>;
+}
+TILEWRIGHT_INLINE constexpr bool has_zeros(WeightFormat format) {
+  return traits_of(format).offset == GroupOffset::zero;
+}
+TILEWRIGHT_INLINE constexpr bool has_mins(WeightFormat format) {  // or zeros in their place
+  return traits_of(format).offset != GroupOffset::none;
+}
+TILEWRIGHT_INLINE constexpr bool has_steps(WeightFormat format) { return traits_of(format).has_steps; }
+TILEWRIGHT_INLINE constexpr bool is_rotated(WeightFormat format) { return traits_of(format).is_rotated; }
+TILEWRIGHT_INLINE constexpr const char* name_of(WeightFormat format) { return traits_of(format).name; }
 
 template <class T>
 inline constexpr WeightFormat kFormatOf = kIsBf16<T> ? WeightFormat::bf16 : WeightFormat::f32;
@@ -110,24 +180,52 @@ inline constexpr const char* name_of(WeightLayout layout) {
 // Groups are whole lines of nibbles, and either whole tiles of quads or a whole fraction of one.
 inline constexpr int64_t kGroupSizes[] = {16, 32, 64, 128, 256};
 
-// Whether a row may have one scale for all its values, and whether a group size is supported.
-inline constexpr bool has_whole_rows(WeightFormat format) {
-  return format == WeightFormat::int8 || format == WeightFormat::int8_rotated || is_widened(format);
-}
+// Whether a group size is supported; 0: one scale for all values of a row.
 inline constexpr bool has_groups_of(WeightFormat format, int64_t size) {
+  const WeightTraits& traits = traits_of(format);
+  if (size == 0) return traits.has_whole_rows;
   for (const int64_t known : kGroupSizes)
-    if (size == known) {
-      if (has_steps(format)) return size <= 32;  // their sums, of quants from -8 to 7, fit 16 bits
-      return is_widened(format) ? size % kTileDepth == 0 : !is_rotated(format);
-    }
-  return size == 0 && has_whole_rows(format);
+    if (size == known) return size >= traits.group_sizes.least && size <= traits.group_sizes.most;
+  return false;
 }
+
+namespace {
+
+// What the table must be: complete, and true to itself.
+template <class Fn>
+consteval bool every_format(Fn holds) {
+  for (const WeightTraits& traits : kWeightTraits)
+    if (!holds(traits)) return false;
+  return true;
+}
+static_assert(sizeof(kWeightTraits) / sizeof(WeightTraits) == static_cast<int>(WeightFormat::int4_rotated) + 1 &&
+                  every_format([row = 0](const WeightTraits& traits) mutable {
+                    return static_cast<int>(traits.format) == row++;
+                  }),
+              "kWeightTraits has a row for each format, in the order of WeightFormat");
+static_assert(every_format([](const WeightTraits& traits) {
+                return !is_quantized(traits.format)
+                           ? traits.bits == 8 * static_cast<int>(size_of(traits.storage))
+                           : traits.storage == DType::u8 && traits.quants.most - traits.quants.least < 1 << traits.bits;
+              }),
+              "values fit their bits");
+static_assert(every_format([](const WeightTraits& traits) {
+                return (traits.bias == 0 || traits.bias == -traits.quants.least) &&
+                       (!traits.table || traits.quants.most == 15);
+              }),
+              "quants with a bias have no sign, and tables have 16 values");
+static_assert(every_format([](const WeightTraits& traits) {
+                return is_quantized(traits.format) == (traits.has_whole_rows || traits.group_sizes.most > 0);
+              }),
+              "quantised formats have scales, the others none");
+
+}  // namespace
 
 // Depth up to which a sum of products of two bytes fits 32 bits.
 inline constexpr int64_t kMaxQuantizedDepth = 131072;
 
 struct PackedWeight {
-  void* data = nullptr;  // elements() of storage_of(format); of several experts one after the other
+  void* data = nullptr;  // elements() of its storage; of several experts one after the other
   // For quantised formats, for each strip and group 32 scales, one per column, then as many mins if the format has
   // them. In fp16; in fp32 if a row is one group, or x is not rounded. With steps, for each strip 32 fp32 scales, and
   // for each of its groups 32 steps and 32 bases, a byte each.
@@ -154,7 +252,7 @@ struct PackedWeight {
   }
   TILEWRIGHT_INLINE int64_t elements() const { return num_strips() * strip_elements(); }
   TILEWRIGHT_INLINE int64_t size_bytes() const {
-    return elements() * static_cast<int64_t>(size_of(storage_of(format)));
+    return elements() * static_cast<int64_t>(size_of(traits_of(format).storage));
   }
 
   // Pointer to the values of a strip.

@@ -32,6 +32,8 @@ inline constexpr int kTileDepth = 32;
 inline constexpr int kTileElements = kTileColumns * kTileDepth;
 inline constexpr int kStripColumns = 32;
 inline constexpr int kQuadTileDepth = 64;
+template <int kBits>
+inline constexpr int kQuadTileBytes = kTileColumns * kQuadTileDepth * kBits / 8;
 
 TILEWRIGHT_INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 TILEWRIGHT_INLINE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }

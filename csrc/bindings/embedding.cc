@@ -45,7 +45,7 @@ void embedding_packed_entry(nb::handle ids_arg, const nb::tuple& table_arg, int6
   OP_REQUIRE(op, !table.gated, "the table is packed as gate and up rows, expected a plain packed weight");
   op.bind("D", table.k);
   const Tensor ids = op.tensor(ids_arg, "ids", {"T"}, one_of({DType::i32, DType::i64}));
-  const DTypes dtypes = is_quantized(table.format) ? kFloats : one_of({storage_of(table.format)});
+  const DTypes dtypes = is_quantized(table.format) ? kFloats : one_of({traits_of(table.format).storage});
   const Tensor out = op.tensor(out_arg, "out", {"T", "D"}, dtypes);
   EmbeddingArgs args = args_of(op, ids, out, table.n, first, num_ids);
   args.packed = table;

@@ -56,7 +56,8 @@ void quantize(nb::handle weight_arg, nb::handle form_arg, nb::handle values_arg,
   RoundArgs args;
   args.form = described_by(op, form_arg);
   const WeightFormat format = args.form.format;
-  OP_REQUIRE(op, has_rounding(format), std::string("the format is ") + name_of(format) + ", which is not rounded here");
+  OP_REQUIRE(op, traits_of(format).has_rounding,
+             std::string("the format is ") + name_of(format) + ", which is not rounded here");
   op.bind("N", args.form.n);
   op.bind("K", args.form.k);
   args.weight = op.rows(op.tensor(weight_arg, "weight", {"N", "K"}, kFloats));

@@ -24,7 +24,7 @@ void require_groups(const Op& op, const PackedWeight& weight) {
   for (const int64_t size : kGroupSizes)
     if (has_groups_of(weight.format, size)) known += (known.empty() ? "" : ", ") + std::to_string(size);
   OP_REQUIRE(op, has_groups_of(weight.format, weight.group_size),
-             has + format + " has those of " + known + (has_whole_rows(weight.format) ? " or whole rows" : ""));
+             has + format + " has those of " + known + (has_groups_of(weight.format, 0) ? " or whole rows" : ""));
   OP_REQUIRE(op, weight.k <= kMaxQuantizedDepth,
              "a row of the weight has " + std::to_string(weight.k) + " values, " + format + " takes up to " +
                  std::to_string(kMaxQuantizedDepth));
@@ -56,9 +56,9 @@ std::string to_string(const PackedWeight& weight) {
 
 WeightFormat format_named(const Op& op, const std::string& name) {
   std::string known;
-  for (const WeightFormat format : kWeightFormats) {
-    if (name == name_of(format)) return format;
-    known += std::string(known.empty() ? "" : ", ") + name_of(format);
+  for (const WeightTraits& traits : kWeightTraits) {
+    if (name == traits.name) return traits.format;
+    known += std::string(known.empty() ? "" : ", ") + traits.name;
   }
   op.fail("the weight's format is '" + name + "', expected one of " + known);
 }
@@ -84,7 +84,7 @@ PackedWeight packed_of(Op& op, const nb::tuple& packed, const char* name, std::i
   OP_REQUIRE(op, packed.size() == 3, std::string(name) + " must be a tensor, its form and its scales or None");
   const Tensor data = op.tensor(packed[0], name, sizes, kFloats | one_of({DType::u8}));
   PackedWeight weight = described_by(op, packed[1]);
-  OP_REQUIRE(op, data.dtype == storage_of(weight.format),
+  OP_REQUIRE(op, data.dtype == traits_of(weight.format).storage,
              std::string(name) + " is " + name_of(data.dtype) + ", its format " + name_of(weight.format));
   OP_REQUIRE(op, data.size(-1) == weight.elements(),
              std::string(name) + " has " + std::to_string(data.size(-1)) + " elements" +

@@ -114,10 +114,11 @@ void widen_nibbles(const uint8_t* strip, int64_t num_tiles, const int8_t* table,
 
 // c [rows, 32] += the scaled sums of a group, or = for the first one: the arithmetic of quantized.h. This takes as long
 // as the products if groups are as deep as tiles, so format differences are template arguments.
-template <bool kIsFirst, bool kHasOffset, bool kHasMins>
+template <bool kIsFirst, bool kHasBias, bool kHasMins>
 void add_sums_of(const PackedWeight& weight, int64_t strip, int64_t group, const char* x, int64_t row_bytes, int rows,
                  const int32_t* sums, float* c) {
   const char* scales = weight.scales_at(strip, group);
+  const int bias = traits_of(weight.format).bias;
   const bool is_half = weight.scale_dtype() == DType::f16;
   const QuantizedRow first_row(weight, x);
   const char* x_scales = reinterpret_cast<const char*>(first_row.scales + group);
@@ -127,10 +128,10 @@ void add_sums_of(const PackedWeight& weight, int64_t strip, int64_t group, const
   const Vec mins_1 = kHasMins ? load_mins(weight, scales, is_half, Vec::kLanes, scales_1) : Vec::zero();
   for (int r = 0; r < rows; ++r, x_scales += row_bytes, x_sums += row_bytes) {
     const float x_scale = *reinterpret_cast<const float*>(x_scales);
-    const int32_t x_sum = kHasOffset || kHasMins ? *reinterpret_cast<const int32_t*>(x_sums) : 0;
+    const int32_t x_sum = kHasBias || kHasMins ? *reinterpret_cast<const int32_t*>(x_sums) : 0;
     const auto add = [&](int column, Vec weight_scales, Vec mins) __attribute__((always_inline)) {
       __m512i exact = _mm512_loadu_si512(sums + r * kStripColumns + column);
-      if constexpr (kHasOffset) exact = _mm512_sub_epi32(exact, _mm512_set1_epi32(8 * x_sum));
+      if constexpr (kHasBias) exact = _mm512_sub_epi32(exact, _mm512_set1_epi32(bias * x_sum));
       float* out = c + r * kStripColumns + column;
       Vec total = add_group({exact}, x_scale, weight_scales, kIsFirst ? Vec::zero() : Vec::load(out));
       if constexpr (kHasMins) total = subtract_min(mins, x_scale, x_sum, total);
@@ -143,13 +144,13 @@ void add_sums_of(const PackedWeight& weight, int64_t strip, int64_t group, const
 
 void add_sums(const PackedWeight& weight, int64_t strip, int64_t group, const char* x, int64_t row_bytes, int rows,
               const int32_t* sums, float* c) {
-  const auto run = [&](auto has_offset, auto has_min) {
-    constexpr bool kHasOffset = decltype(has_offset)::value, kHasMins = decltype(has_min)::value;
-    group == 0 ? add_sums_of<true, kHasOffset, kHasMins>(weight, strip, group, x, row_bytes, rows, sums, c)
-               : add_sums_of<false, kHasOffset, kHasMins>(weight, strip, group, x, row_bytes, rows, sums, c);
+  const auto run = [&](auto has_bias, auto has_min) {
+    constexpr bool kHasBias = decltype(has_bias)::value, kHasMins = decltype(has_min)::value;
+    group == 0 ? add_sums_of<true, kHasBias, kHasMins>(weight, strip, group, x, row_bytes, rows, sums, c)
+               : add_sums_of<false, kHasBias, kHasMins>(weight, strip, group, x, row_bytes, rows, sums, c);
   };
   if (has_mins(weight.format)) return run(std::false_type{}, std::true_type{});
-  if (weight.format == WeightFormat::int4) return run(std::true_type{}, std::false_type{});
+  if (traits_of(weight.format).bias) return run(std::true_type{}, std::false_type{});
   run(std::false_type{}, std::false_type{});
 }
 
@@ -162,7 +163,7 @@ void multiply_byte_tiles(const PackedWeight& weight, int64_t strip, const int8_t
     const int end = static_cast<int>(weight.group_end(g) / kQuadTileDepth);
     const auto left = LeftTilesOf<int8_t>::row_major(
         reinterpret_cast<const int8_t*>(x) + int64_t{begin} * kQuadTileDepth, row_bytes, true);
-    const auto tile_at = [&](int d, int j) { return tiles + (int64_t{begin} + d) * 2048 + j * 1024; };
+    const auto tile_at = [&](int d, int j) { return tiles + ((int64_t{begin} + d) * 2 + j) * kQuadTileBytes<8>; };
     const auto fetch = [&](int d, int j) { prefetch_tile(tile_at(d + 2, j)); };
     multiply_columns<2>(left, rows, end - begin, tile_at, fetch, sums, kStripColumns);
     add_sums(weight, strip, g, x, row_bytes, rows, sums, c);
@@ -180,7 +181,7 @@ void run_byte_tiles(const LinearArgs& args, const void* packed_x, int64_t block_
   for (int64_t s = strip_begin; s < strip_end; ++s) {
     const PackedWeight own = with_steps ? strip_as_bytes(weight, s, reinterpret_cast<uint8_t*>(wide)) : weight;
     if (nibbles && !with_steps)
-      widen_nibbles(weight.strip<uint8_t>(s), weight.num_depth_tiles() * 2, table_of(weight.format), wide);
+      widen_nibbles(weight.strip<uint8_t>(s), weight.num_depth_tiles() * 2, traits_of(weight.format).table, wide);
     const int8_t* bytes = nibbles ? wide : weight.strip<int8_t>(s);
     for (int64_t block = block_begin; block < block_end; ++block) {
       const int rows = rows_in_block(args, block);

@@ -112,14 +112,14 @@ template <bool kNibbles>
 void make_byte_slabs(const PackedWeight& weight, int64_t strip, uint8_t* slabs) {
   const int64_t slab_bytes = weight.depth() * kSlabColumns;
   const uint8_t* data = weight.strip<uint8_t>(strip);
-  const int8_t* table = table_of(weight.format);
+  const int8_t* table = traits_of(weight.format).table;
   const uint8x16_t values = vreinterpretq_u8_s8(vld1q_s8(table ? table : kMxfp4Values));
   const auto quant_of = [&](uint8x16_t codes) { return table ? vqtbl1q_u8(values, codes) : codes; };
   for (int64_t d = 0; d < weight.depth(); d += 8)
     for (int column = 0; column < kStripColumns; column += 4) {
       const int64_t tile = d / kQuadTileDepth * 2 + column / kTileColumns;
       const int within = quad_offset<kNibbles>(static_cast<int>(d % kQuadTileDepth), column % kTileColumns);
-      const uint8_t* from = data + tile * (kNibbles ? 512 : 1024) + within;
+      const uint8_t* from = data + tile * quad_tile_bytes(weight.format) + within;
       const uint8x16_t bytes = vld1q_u8(from);
       const uint32x4_t first = vreinterpretq_u32_u8(kNibbles ? quant_of(vandq_u8(bytes, vdupq_n_u8(15))) : bytes);
       const uint32x4_t second = vreinterpretq_u32_u8(kNibbles ? quant_of(vshrq_n_u8(bytes, 4)) : vld1q_u8(from + 64));
@@ -137,7 +137,7 @@ void multiply_byte_slab(const PackedWeight& weight, int64_t strip, int column, c
   const char* row_at[2 * kPairs];
   for (int r = 0; r < 2 * kPairs; ++r) row_at[r] = x + (r < rows ? r : rows - 1) * row_bytes;
   const bool is_half = weight.scale_dtype() == DType::f16;
-  const int offset = weight.format == WeightFormat::int4 ? 8 : 0;  // offset of the bytes that are multiplied
+  const int bias = traits_of(weight.format).bias;  // of the bytes that are multiplied
   for (int64_t g = 0; g < weight.num_groups(); ++g) {
     int32x4_t sums[kPairs][4];
     for (auto& row : sums)
@@ -163,7 +163,7 @@ void multiply_byte_slab(const PackedWeight& weight, int64_t strip, int column, c
         const int64x2_t left = vreinterpretq_s64_s32(sums[r / 2][i]), right = vreinterpretq_s64_s32(sums[r / 2][i + 1]);
         const int32x4_t all = vreinterpretq_s32_s64(r % 2 ? vzip2q_s64(left, right) : vzip1q_s64(left, right));
         float* out = c + r * kStripColumns + 2 * i;
-        const IntVec exact = {vsubq_s32(all, vdupq_n_s32(offset * row.sums[g]))};
+        const IntVec exact = {vsubq_s32(all, vdupq_n_s32(bias * row.sums[g]))};
         Vec total = add_group(exact, row.scales[g], weight_scales, g == 0 ? Vec::zero() : Vec::load(out));
         if (has_mins(weight.format)) total = subtract_min(mins, row.scales[g], row.sums[g], total);
         total.store(out);

@@ -103,7 +103,7 @@ void pack_steps(const PackArgs& args, int64_t strip, int column, int64_t row) {
 
 void pack_quantized_strip(const PackArgs& args, int64_t strip) {
   const PackedWeight& packed = args.packed;
-  const int bias = packed.format == WeightFormat::int4 ? 8 : 0;
+  const int bias = traits_of(packed.format).bias;
   const int64_t num_groups = packed.num_groups(), scale_bytes = static_cast<int64_t>(size_of(packed.scale_dtype()));
   uint8_t* data = packed.strip<uint8_t>(strip);
   std::memset(data, has_nibbles(packed.format) ? bias * 17 : 0, static_cast<size_t>(packed.strip_elements()));

@@ -26,8 +26,8 @@ struct PackedPlace {
     const bool nibbles = has_nibbles(weight.format);
     const int depth = static_cast<int>(k % kQuadTileDepth);
     const int64_t tile = k / kQuadTileDepth * 2 + column / kTileColumns;
-    offset = tile * (nibbles ? 512 : 1024) + (nibbles ? quad_offset<true>(depth, column % kTileColumns)
-                                                      : quad_offset<false>(depth, column % kTileColumns));
+    offset = tile * quad_tile_bytes(weight.format) + (nibbles ? quad_offset<true>(depth, column % kTileColumns)
+                                                              : quad_offset<false>(depth, column % kTileColumns));
     is_upper = nibbles && depth % 8 >= 4;
   }
 };
@@ -51,10 +51,10 @@ inline float packed_value(const PackedWeight& weight, int64_t strip, int column,
   }
   const float scale = scale_of(weight, strip, group, column);
   if (weight.format == WeightFormat::fp8) return scale * to_float(fp8_to_bf16(byte));
+  const WeightTraits& traits = traits_of(weight.format);
   int quant = static_cast<int8_t>(byte);
-  if (has_nibbles(weight.format))
-    quant = (place.is_upper ? byte >> 4 : byte & 15) - (weight.format == WeightFormat::int4 ? 8 : 0);
-  if (const int8_t* table = table_of(weight.format)) quant = table[quant];
+  if (traits.bits == 4) quant = (place.is_upper ? byte >> 4 : byte & 15) - traits.bias;
+  if (traits.table) quant = traits.table[quant];
   const float value = scale * static_cast<float>(quant);
   if (!has_mins(weight.format)) return value;
   const float min = scale_of(weight, strip, group, kStripColumns + column);

@@ -128,7 +128,7 @@ int64_t quantized_block_bytes(const LinearArgs& args) { return kRowBlock * quant
 // 64 bytes of a tile are kDepths of 16 columns, as kParts rows of quads. The weight + offset is multiplied. Formats of
 // one kind are distinguished at run time: separate kernels would take minutes to compile.
 struct ByteWeights {
-  static constexpr int kDepths = 4, kParts = 1, kTileBytes = 1024;
+  static constexpr int kDepths = 4, kParts = 1, kTileBytes = kQuadTileBytes<8>;
   int offset = SignedQuads::kOffset;
 
   template <int kPart>
@@ -137,7 +137,7 @@ struct ByteWeights {
   }
 };
 struct NibbleWeights {
-  static constexpr int kDepths = 8, kParts = 2, kTileBytes = 512;
+  static constexpr int kDepths = 8, kParts = 2, kTileBytes = kQuadTileBytes<4>;
   int offset;
 
   template <int kPart>
@@ -147,7 +147,7 @@ struct NibbleWeights {
 };
 // Nibbles that are indices into a table of 16 quants.
 struct TableWeights {
-  static constexpr int kDepths = 8, kParts = 2, kTileBytes = 512;
+  static constexpr int kDepths = 8, kParts = 2, kTileBytes = kQuadTileBytes<4>;
   const int8_t* table;
   int offset = SignedQuads::kOffset;
 
@@ -399,15 +399,9 @@ inline PackedWeight strip_as_bytes(const PackedWeight& weight, int64_t strip, ui
 // fn(weights) for a format.
 template <class Fn>
 inline void with_weights(WeightFormat format, Fn fn) {
-  switch (format) {
-    case WeightFormat::int8:
-    case WeightFormat::int8_min:
-    case WeightFormat::int8_rotated: return fn(ByteWeights{});
-    case WeightFormat::int4: return fn(NibbleWeights{8});
-    case WeightFormat::mxfp4: return fn(TableWeights{kMxfp4Values});
-    case WeightFormat::iq4_nl: return fn(TableWeights{kIq4NlValues});
-    default: return fn(NibbleWeights{0});
-  }
+  const WeightTraits& traits = traits_of(format);
+  if (traits.bits == 8) return fn(ByteWeights{});
+  traits.table ? fn(TableWeights{traits.table}) : fn(NibbleWeights{traits.bias});
 }
 
 void run_in_steps(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,

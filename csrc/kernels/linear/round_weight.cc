@@ -120,18 +120,17 @@ void try_uint4(Group& group) {
 
 template <class T>
 void round_group(const RoundArgs& args, const T* x, int64_t row, int64_t g, Group& group) {
-  const WeightFormat format = args.form.format;
+  const WeightTraits& traits = traits_of(args.form.format);
   const int64_t begin = g * group.size, count = std::min<int64_t>(args.form.k - begin, group.size);
   for (int i = 0; i < group.size; ++i) group.values[i] = i < count ? to_float(x[begin + i]) : 0.0f;
   group.is_rounded = false;
-  if (format == WeightFormat::int8)
+  if (traits.bits == 8)
     group.offer(0, half_of(std::fabs(group.farthest()) / 127.0f), {0});
   else
-    format == WeightFormat::int4 ? try_int4(group) : try_uint4(group);
+    has_mins(traits.format) ? try_uint4(group) : try_int4(group);
   args.scales.row<f16>(row)[g] = group.scale;
   if (args.mins.data) args.mins.row<f16>(row)[g] = group.min;
-  const float least = format == WeightFormat::int8 ? -127 : format == WeightFormat::int4 ? -8 : 0;
-  const float most = format == WeightFormat::int8 ? 127 : format == WeightFormat::int4 ? 7 : 15;
+  const float least = static_cast<float>(traits.quants.least), most = static_cast<float>(traits.quants.most);
   const Lanes inverted = all(inverse(to_float(group.scale))), shift = all(to_float(group.min));
   for (int i = 0; i < group.size; i += kLanes) {
     const Lanes n = round(clamp((load(group.values + i) + shift) * inverted, least, most));

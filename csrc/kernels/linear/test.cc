@@ -221,10 +221,10 @@ struct Quantized {
         mins(n * form.num_groups() * 4, edge),
         steps(n * form.num_groups() * 2, edge),
         packed_scales(form.num_scales() * static_cast<int64_t>(size_of(form.scale_dtype())), edge) {
-    const int least = !has_nibbles(format) ? -127 : format == WeightFormat::int4 ? -8 : 0;
-    const int count = has_nibbles(format) ? 16 : 255;
-    for (int64_t i = 0; i < n * form.num_quants(); ++i) {
-      values[i] = static_cast<uint8_t>(least + static_cast<int>(random.bits() % static_cast<uint64_t>(count)));
+    const auto [least, most] = traits_of(format).quants;
+    const auto count = static_cast<uint64_t>(most - least + 1);
+    for (int64_t i = 0; i < n * form.num_numbers(); ++i) {
+      values[i] = static_cast<uint8_t>(least + static_cast<int>(random.bits() % count));
       if (format == WeightFormat::fp8 && (values[i] & 0x7f) == 0x7f) values[i] = 3;  // NaN
     }
     // Whole steps and bases: base + 15 * step is 127 at most.
@@ -281,7 +281,7 @@ struct Quantized {
     }
     const double own_scale = scale(scales, row, group_of(i));
     if (form.format == WeightFormat::fp8) return own_scale * fp8(code);
-    const int8_t* table = table_of(form.format);
+    const int8_t* table = traits_of(form.format).table;
     const double whole = own_scale * (table ? table[code] : static_cast<int8_t>(code));
     if (!has_mins(form.format)) return whole;
     const double min = scale(mins, row, group_of(i));
