@@ -1,4 +1,4 @@
-// c[rows, 16 * column_tiles] = A B, or += when kAccumulate, with B in tiles (base/tile.h), on vectors. Include after a
+// c[rows, 16 * column_tiles] = A B, or += when `accumulate`, with B in tiles (base/tile.h), on vectors. Include after a
 // Vec.
 //
 // Every output is one chain of fused multiply-adds in order of depth, for any number of rows: a row's result does not
@@ -215,16 +215,59 @@ struct LeftRows {
   const Left* at(int depth_tile) const { return data + depth_tile * kTileDepth; }
 };
 
+// Tiles of B by depth and column. Products are compiled for each type of them, once for each number of rows: tiles of
+// one layout share a type, where every lambda would be another one.
+
+// Tiles of a strip of weights, one depth after the other.
+template <class T>
+struct StripTiles {
+  static constexpr int kColumns = 2;
+  const T* data;
+
+  const T* operator()(int depth, int column) const { return data + (depth * 2 + column) * kTileElements; }
+};
+
+// Tiles of one column.
+template <class T>
+struct ColumnTiles {
+  static constexpr int kColumns = 1;
+  const T* data;
+
+  const T* operator()(int depth, int) const { return data + depth * kTileElements; }
+};
+
+// Column tiles that are multiplied side by side for a number of rows, and whether some may be left over: not if the
+// type of the tiles says that there are just so many.
+template <class TileAt>
+constexpr int tiles_of(int rows) {
+  if constexpr (requires { TileAt::kColumns; })
+    return DotTraits::tiles(rows) < TileAt::kColumns ? DotTraits::tiles(rows) : TileAt::kColumns;
+  else
+    return DotTraits::tiles(rows);
+}
+template <class TileAt>
+constexpr bool leaves_tile(int tiles) {
+  if constexpr (requires { TileAt::kColumns; })
+    return TileAt::kColumns % tiles > 0;
+  else
+    return tiles > 1;
+}
+
 // left.at(d) points to tile d of depth of the rows of A, lda apart. bf16 rows (with B in bf16) are multiplied as pairs;
 // fp32 rows widen B.
-template <class TB, bool kAccumulate, int kRows, int kTiles, class LeftSide, class TileAt>
+template <class TB, int kRows, int kTiles, class LeftSide, class TileAt>
 inline void dot_block(const LeftSide& left_side, int64_t row, int64_t lda, TileAt tile_at, int tile, int depth_tiles,
-                      float* c, int64_t ldc) {
+                      bool accumulate, float* c, int64_t ldc) {
   Sums<kRows, kTiles> acc;
-  for (int r = 0; r < kRows; ++r)
-    for (int t = 0; t < kTiles; ++t)
-      for (int v = 0; v < kDotVecs; ++v)
-        acc[r][t][v] = kAccumulate ? Vec::load(c + r * ldc + t * kTileColumns + v * Vec::kLanes) : Vec::zero();
+  if (accumulate) {
+    for (int r = 0; r < kRows; ++r)
+      for (int t = 0; t < kTiles; ++t)
+        for (int v = 0; v < kDotVecs; ++v) acc[r][t][v] = Vec::load(c + r * ldc + t * kTileColumns + v * Vec::kLanes);
+  } else {
+    for (int r = 0; r < kRows; ++r)
+      for (int t = 0; t < kTiles; ++t)
+        for (int v = 0; v < kDotVecs; ++v) acc[r][t][v] = Vec::zero();
+  }
   for (int d = 0; d < depth_tiles; ++d) {
     const TB* b[kTiles];
     for (int t = 0; t < kTiles; ++t) b[t] = tile_at(d, tile + t);
@@ -243,19 +286,19 @@ inline void dot_block(const LeftSide& left_side, int64_t row, int64_t lda, TileA
 
 // dot_block, not inlined: within its callers gcc 12 keeps the row addresses on the stack and reloads them in the
 // innermost loop, which costs a tenth of the speed if every fourth product has a load.
-template <class TB, bool kAccumulate, int kRows, int kTiles, class LeftSide, class TileAt>
+template <class TB, int kRows, int kTiles, class LeftSide, class TileAt>
 __attribute__((noinline)) void dot_block_apart(const LeftSide& left_side, int64_t row, int64_t lda, TileAt tile_at,
-                                               int tile, int depth_tiles, float* c, int64_t ldc) {
-  dot_block<TB, kAccumulate, kRows, kTiles>(left_side, row, lda, tile_at, tile, depth_tiles, c, ldc);
+                                               int tile, int depth_tiles, bool accumulate, float* c, int64_t ldc) {
+  dot_block<TB, kRows, kTiles>(left_side, row, lda, tile_at, tile, depth_tiles, accumulate, c, ldc);
 }
 
-template <class TB, bool kAccumulate, int kRows, int kTiles, class LeftSide, class TileAt>
+template <class TB, int kRows, int kTiles, class LeftSide, class TileAt>
 inline void multiply_block(const LeftSide& left_side, int64_t row, int64_t lda, TileAt tile_at, int tile,
-                           int depth_tiles, float* c, int64_t ldc) {
+                           int depth_tiles, bool accumulate, float* c, int64_t ldc) {
   if constexpr (Vec::kHasFmaByLane)
-    dot_block_apart<TB, kAccumulate, kRows, kTiles>(left_side, row, lda, tile_at, tile, depth_tiles, c, ldc);
+    dot_block_apart<TB, kRows, kTiles>(left_side, row, lda, tile_at, tile, depth_tiles, accumulate, c, ldc);
   else
-    dot_block<TB, kAccumulate, kRows, kTiles>(left_side, row, lda, tile_at, tile, depth_tiles, c, ldc);
+    dot_block<TB, kRows, kTiles>(left_side, row, lda, tile_at, tile, depth_tiles, accumulate, c, ldc);
 }
 
 // Calls fn with rows as a compile-time constant from 1 to kMax.
@@ -268,30 +311,31 @@ inline void with_rows(int rows, Fn fn) {
 }
 
 // c = or += A B for any left side.
-template <class TB, bool kAccumulate = false, class LeftSide, class TileAt>
+template <class TB, class LeftSide, class TileAt>
 inline void multiply_side(const LeftSide& left, int64_t lda, int rows, TileAt tile_at, int column_tiles,
-                          int depth_tiles, float* c, int64_t ldc) {
+                          int depth_tiles, float* c, int64_t ldc, bool accumulate = false) {
   // Equal blocks: 13 rows as 7 + 6, not 12 + 1, since few rows wait for the loads of B.
   int blocks = (rows + kDotRows - 1) / kDotRows;
   for (int row = 0, count = 0; blocks > 0; row += count, --blocks) {
     count = (rows - row + blocks - 1) / blocks;
     with_rows<kDotRows>(count, [&](auto num_rows) {
-      constexpr int kTiles = DotTraits::tiles(num_rows.value);
+      constexpr int kTiles = tiles_of<TileAt>(num_rows.value);
       int tile = 0;
       for (; tile + kTiles <= column_tiles; tile += kTiles)
-        multiply_block<TB, kAccumulate, num_rows.value, kTiles>(left, row, lda, tile_at, tile, depth_tiles,
-                                                                c + row * ldc + tile * kTileColumns, ldc);
-      for (; tile < column_tiles; ++tile)
-        multiply_block<TB, kAccumulate, num_rows.value, 1>(left, row, lda, tile_at, tile, depth_tiles,
-                                                           c + row * ldc + tile * kTileColumns, ldc);
+        multiply_block<TB, num_rows.value, kTiles>(left, row, lda, tile_at, tile, depth_tiles, accumulate,
+                                                   c + row * ldc + tile * kTileColumns, ldc);
+      if constexpr (leaves_tile<TileAt>(kTiles))
+        for (; tile < column_tiles; ++tile)
+          multiply_block<TB, num_rows.value, 1>(left, row, lda, tile_at, tile, depth_tiles, accumulate,
+                                                c + row * ldc + tile * kTileColumns, ldc);
     });
   }
 }
 
-template <class TB, bool kAccumulate = false, class Left, class TileAt>
+template <class TB, class Left, class TileAt>
 inline void multiply_tiles(const Left* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles,
-                           float* c, int64_t ldc) {
-  multiply_side<TB, kAccumulate>(LeftRows<Left>{a}, lda, rows, tile_at, column_tiles, depth_tiles, c, ldc);
+                           float* c, int64_t ldc, bool accumulate = false) {
+  multiply_side<TB>(LeftRows<Left>{a}, lda, rows, tile_at, column_tiles, depth_tiles, c, ldc, accumulate);
 }
 
 }  // namespace

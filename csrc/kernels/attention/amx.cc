@@ -3,6 +3,7 @@
 
 #include "base/dot.h"
 #include "base/x86/amx.h"
+#include "kernels/attention/block_tiles.h"
 
 namespace tilewright {
 namespace {
@@ -13,9 +14,8 @@ struct Products {
   using Left = float;
   explicit Products(int) {}
 
-  template <class TileAt>
-  void multiply(const float* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles, float* c,
-                int64_t ldc) {
+  void multiply(const float* a, int64_t lda, int rows, PagedTiles<T> tile_at, int column_tiles, int depth_tiles,
+                float* c, int64_t ldc) {
     multiply_tiles<T>(a, lda, rows, tile_at, column_tiles, depth_tiles, c, ldc);
   }
 };
@@ -26,9 +26,8 @@ struct Products<bf16> {
   TileScope tiles;
   explicit Products(int rows) : tiles(rows) {}
 
-  template <class TileAt>
-  void multiply(const bf16* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles, float* c,
-                int64_t ldc) {
+  void multiply(const bf16* a, int64_t lda, int rows, PagedTiles<bf16> tile_at, int column_tiles, int depth_tiles,
+                float* c, int64_t ldc) {
     const LeftTiles left = LeftTiles::row_major(a, lda);
     for (int j = 0; j < column_tiles; j += 2) {
       auto tile = [&](int d, int k) { return tile_at(d, j + k); };

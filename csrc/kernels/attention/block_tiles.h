@@ -10,6 +10,20 @@
 namespace tilewright {
 namespace {
 
+// Tiles of keys or values as the right operand of a product: a pointer for each column of tiles, or for each depth. One
+// type for both, since products are compiled for each type.
+template <class T>
+struct PagedTiles {
+  const T* const* starts;
+  bool has_columns;  // else a pointer for each depth
+
+  static PagedTiles by_columns(const T* const* columns) { return {columns, true}; }
+  static PagedTiles by_depths(const T* const* depths) { return {depths, false}; }
+  const T* operator()(int depth, int column) const {
+    return has_columns ? starts[column] + depth * kTileElements : starts[depth] + column * kTileElements;
+  }
+};
+
 // The tiles of a block of keys, located through the block table once per block. T: the type of the pages.
 template <class T>
 struct BlockTiles {

@@ -3,9 +3,8 @@
 //   template <class T> struct Products {        T: type of keys and values
 //     using Left = ...;                         type of the left operand: queries, then softmax weights
 //     explicit Products(int rows);              whatever the products need for blocks of `rows` rows
-//     template <class TileAt>
-//     void multiply(const Left* a, int64_t lda, int rows, TileAt, int column_tiles, int depth_tiles, float* c, int64_t
-//     ldc);
+//     void multiply(const Left* a, int64_t lda, int rows, PagedTiles<T>, int column_tiles, int depth_tiles, float* c,
+//                   int64_t ldc);
 //   };
 #pragma once
 
@@ -232,11 +231,9 @@ class ItemRun {
   }
 
   void score_tiles(const BlockTiles<T>& tiles, int begin, int end, float* scores) {
-    const int first = begin / kTileColumns;
-    products_.multiply(
-        work_.queries, work_.key_depth, item_.rows,
-        [&](int d, int j) { return tiles.keys[first + j] + d * kTileElements; }, (end - begin) / kTileColumns,
-        static_cast<int>(work_.key_depth / kTileDepth), scores + begin, kScoreStride);
+    products_.multiply(work_.queries, work_.key_depth, item_.rows,
+                       PagedTiles<T>::by_columns(tiles.keys + begin / kTileColumns), (end - begin) / kTileColumns,
+                       static_cast<int>(work_.key_depth / kTileDepth), scores + begin, kScoreStride);
   }
 
   // Scores 32 keys stored as bytes.
@@ -244,16 +241,16 @@ class ItemRun {
     const int64_t depth_tiles = work_.key_depth / kTileDepth;
     float scales[kTileDepth];
     tiles.key_scales(key, scales);
+    const T* columns[2];
     for (int half = 0; half < 2; ++half) {
       const KvByte* from = tiles.keys[key / kTileColumns + half];
       T* to = work_.decoded + half * depth_tiles * kTileElements;
+      columns[half] = to;
       is_fp8() ? decode_key_tiles<KvFormat::fp8>(from, depth_tiles, scales + half * kTileColumns, to)
                : decode_key_tiles<KvFormat::int8>(from, depth_tiles, scales + half * kTileColumns, to);
     }
-    products_.multiply(
-        work_.queries, work_.key_depth, item_.rows,
-        [&](int d, int j) { return work_.decoded + (j * depth_tiles + d) * kTileElements; }, 2,
-        static_cast<int>(depth_tiles), scores + key, kScoreStride);
+    products_.multiply(work_.queries, work_.key_depth, item_.rows, PagedTiles<T>::by_columns(columns), 2,
+                       static_cast<int>(depth_tiles), scores + key, kScoreStride);
   }
 
   bool is_fp8() const { return args_.layout.format == KvFormat::fp8; }
@@ -306,30 +303,31 @@ class ItemRun {
     const int depth_tiles = tiles.num_columns / kTileDepth;
     const int column_tiles = static_cast<int>(work_.value_width / kTileColumns);
     float scales[kKeyBlock];
+    const T* depths[kKeyBlock / kTileDepth];
     for (int token = 0; token < tiles.num_columns; token += kTileDepth)
       tiles.value_scales(token, args_.layout.page_size, scales + token);
     for (int column = 0; column < column_tiles; column += 2) {
       const int count = column_tiles - column < 2 ? 1 : 2;
-      for (int d = 0; d < depth_tiles; ++d)
+      for (int d = 0; d < depth_tiles; ++d) {
+        depths[d] = work_.decoded + d * 2 * kTileElements;
         for (int j = 0; j < count; ++j) {
           const KvByte* from = tiles.values[d] + (column + j) * kTileElements;
           T* to = work_.decoded + (d * 2 + j) * kTileElements;
           is_fp8() ? decode_value_tile<KvFormat::fp8>(from, scales + d * kTileDepth, to)
                    : decode_value_tile<KvFormat::int8>(from, scales + d * kTileDepth, to);
         }
-      products_.multiply(
-          reinterpret_cast<const typename Workspace<T>::Left*>(scores), Workspace<T>::kWeightStride, item_.rows,
-          [&](int d, int j) { return work_.decoded + (d * 2 + j) * kTileElements; }, count, depth_tiles,
-          partial.output + column * kTileColumns, work_.value_width);
+      }
+      products_.multiply(reinterpret_cast<const typename Workspace<T>::Left*>(scores), Workspace<T>::kWeightStride,
+                         item_.rows, PagedTiles<T>::by_depths(depths), count, depth_tiles,
+                         partial.output + column * kTileColumns, work_.value_width);
     }
   }
 
   void weigh_tiles(const BlockTiles<T>& tiles, const float* scores, const Partial& partial) {
-    products_.multiply(
-        reinterpret_cast<const typename Workspace<T>::Left*>(scores), Workspace<T>::kWeightStride, item_.rows,
-        [&](int d, int j) { return tiles.values[d] + j * kTileElements; },
-        static_cast<int>(work_.value_width / kTileColumns), tiles.num_columns / kTileDepth, partial.output,
-        work_.value_width);
+    products_.multiply(reinterpret_cast<const typename Workspace<T>::Left*>(scores), Workspace<T>::kWeightStride,
+                       item_.rows, PagedTiles<T>::by_depths(tiles.values),
+                       static_cast<int>(work_.value_width / kTileColumns), tiles.num_columns / kTileDepth,
+                       partial.output, work_.value_width);
   }
 
   void softmax(const BlockTiles<Stored>& tiles, int64_t block, int row, float* block_scores, const Partial& partial) {

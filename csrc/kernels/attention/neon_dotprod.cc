@@ -19,9 +19,8 @@ struct Products<f16> {
   using Left = f16;
   explicit Products(int) {}
 
-  template <class TileAt>
-  void multiply(const f16* a, int64_t lda, int rows, TileAt tile_at, int column_tiles, int depth_tiles, float* c,
-                int64_t ldc) {
+  void multiply(const f16* a, int64_t lda, int rows, PagedTiles<f16> tile_at, int column_tiles, int depth_tiles,
+                float* c, int64_t ldc) {
     for (int j = 0; j < column_tiles; ++j, c += kTileColumns) {
       const auto tile_of = [&](int64_t depth) { return tile_at(static_cast<int>(depth / kTileDepth), j); };
       for_row_blocks(rows, [&](int row, auto num_rows) {

@@ -28,15 +28,17 @@ class TileProducts {
 
   explicit TileProducts(int rows) : tiles_(rows < kRowBlock ? rows : kRowBlock) {}
 
-  template <bool kAccumulate>
-  void multiply(const Gathered<bf16>& left, int64_t pitch, int rows, const bf16* weights, int count, float* c) {
-    const auto tile_at = [&](int d, int j) { return weights + (d * 2 + j) * kTileElements; };
+  void multiply(const Gathered<bf16>& left, int64_t pitch, int rows, const bf16* weights, int count, bool accumulate,
+                float* c) {
+    const StripTiles<bf16> tile_at = {weights};
     const auto fetch = [&](int d, int j) { prefetch_tile(tile_at(d + 2, j)); };
     for (int row = 0; row < rows; row += kRowBlock) {
       const int block = rows - row < kRowBlock ? rows - row : kRowBlock;
       tiles_.set_rows(block);
       const GatheredTiles side = {left.data + row * pitch, left.offsets, count, pitch, 16 * pitch};
-      multiply_columns<2, kAccumulate>(side, block, count, tile_at, fetch, c + row * kStripColumns, kStripColumns);
+      float* sums = c + row * kStripColumns;
+      accumulate ? multiply_columns<2, true>(side, block, count, tile_at, fetch, sums, kStripColumns)
+                 : multiply_columns<2, false>(side, block, count, tile_at, fetch, sums, kStripColumns);
     }
   }
 
@@ -45,7 +47,7 @@ class TileProducts {
 };
 
 void run(const Conv3dArgs& args, const ConvTile& tile, int64_t strip_begin, int64_t strip_end) {
-  if (!bf16_products(args.product)) return conv3d_run(args, tile, strip_begin, strip_end);
+  if (!bf16_products(args.product)) return conv3d_run<false>(args, tile, strip_begin, strip_end);
   run_tile<bf16, bf16, bf16, TileProducts>(args, tile, strip_begin, strip_end);
 }
 

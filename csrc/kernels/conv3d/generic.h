@@ -173,24 +173,23 @@ struct VectorProducts {
 
   explicit VectorProducts(int) {}
 
-  template <bool kAccumulate>
-  void multiply(const Gathered<Left>& left, int64_t pitch, int rows, const TW* weights, int count, float* c) {
+  void multiply(const Gathered<Left>& left, int64_t pitch, int rows, const TW* weights, int count, bool accumulate,
+                float* c) {
     if constexpr (kWidens) {
       if (rows >= kRowsToWiden) {
         for (int tile = 0; tile < 2 * count; ++tile)
           widen_tile(weights + tile * kTileElements, wide + tile * kTileElements);
-        return multiply_by<kAccumulate>(left, pitch, rows, static_cast<const float*>(wide), count, c);
+        return multiply_by<float>(left, pitch, rows, wide, count, accumulate, c);
       }
     }
-    multiply_by<kAccumulate>(left, pitch, rows, weights, count, c);
+    multiply_by<TW>(left, pitch, rows, weights, count, accumulate, c);
   }
 
  private:
-  template <bool kAccumulate, class TB>
-  static void multiply_by(const Gathered<Left>& left, int64_t pitch, int rows, const TB* weights, int count, float* c) {
-    multiply_side<TB, kAccumulate>(
-        left, pitch, rows, [&](int d, int j) { return weights + (d * 2 + j) * kTileElements; }, 2, count, c,
-        kStripColumns);
+  template <class TB>
+  static void multiply_by(const Gathered<Left>& left, int64_t pitch, int rows, const TB* weights, int count,
+                          bool accumulate, float* c) {
+    multiply_side<TB>(left, pitch, rows, StripTiles<TB>{weights}, 2, count, c, kStripColumns, accumulate);
   }
 };
 
@@ -236,8 +235,7 @@ void run_tile(const Conv3dArgs& args, const ConvTile& tile, int64_t strip_begin,
       const int count = depth_tiles - begin < Products::kChunk ? depth_tiles - begin : Products::kChunk;
       const Gathered<Left> left = {copy, offsets + begin};
       const TW* chunk = weights + int64_t{begin} * 2 * kTileElements;
-      begin > first_depth ? products.template multiply<true>(left, shape.pitch, entries, chunk, count, c)
-                          : products.template multiply<false>(left, shape.pitch, entries, chunk, count, c);
+      products.multiply(left, shape.pitch, entries, chunk, count, begin > first_depth, c);
     }
     finish_tile(args, tile, shape.columns, c, s);
   }
@@ -250,9 +248,11 @@ void run_wide_tile(const Conv3dArgs& args, const ConvTile& tile, int64_t strip_b
                                      : run_tile<bf16, TW, float, Products>(args, tile, strip_begin, strip_end);
 }
 
+// kBf16Products: as of linear_run.
+template <bool kBf16Products = Vec::kHasBf16Dot>
 void conv3d_run(const Conv3dArgs& args, const ConvTile& tile, int64_t strip_begin, int64_t strip_end) {
   if (args.product.weight.format == WeightFormat::f32) return run_wide_tile<float>(args, tile, strip_begin, strip_end);
-  if constexpr (Vec::kHasBf16Dot) {
+  if constexpr (kBf16Products) {
     if (bf16_products(args.product))
       return run_tile<bf16, bf16, bf16, VectorProducts<bf16, bf16>>(args, tile, strip_begin, strip_end);
   }

@@ -46,9 +46,9 @@ struct VectorMatrix {
     for (int row = 0; row < 32; row += kRows, a += kRows * stride, c += kRows * kStripColumns)
       for (int tile = 0; tile < 2; tile += kTiles) {
         fetches.some(2 * kRows);
-        dot_block<float, false, kRows, kTiles>(
+        dot_block<float, kRows, kTiles>(
             LeftRows<float>{a}, 0, stride, [&](int d, int j) { return b.tile(d, j); }, tile,
-            static_cast<int>(depth_tiles), c + tile * kTileColumns, kStripColumns);
+            static_cast<int>(depth_tiles), false, c + tile * kTileColumns, kStripColumns);
       }
   }
 };

@@ -224,7 +224,7 @@ void run_widened(const LinearArgs& args, const bf16* packed_x, int64_t block_beg
 void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end, int64_t strip_begin,
          int64_t strip_end) {
   if (by_byte_tiles(args)) return run_byte_tiles(args, packed_x, block_begin, block_end, strip_begin, strip_end);
-  if (!bf16_products(args)) return linear_run(args, packed_x, block_begin, block_end, strip_begin, strip_end);
+  if (!bf16_products(args)) return linear_run<false>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   if (is_widened(args.weight.format))
     return run_widened(args, static_cast<const bf16*>(packed_x), block_begin, block_end, strip_begin, strip_end);
   // One chunk needs no batch, and one block of rows no chunks: weights then pass once, in one stream.

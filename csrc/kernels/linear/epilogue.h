@@ -46,8 +46,10 @@ inline void finish_row(const LinearArgs& args, const float* c, int64_t row, int6
   }
 }
 
-// Writes c [rows, 32], the sums of one strip for rows row_begin and on, through the epilogue.
-inline void finish_block(const LinearArgs& args, const float* c, int64_t row_begin, int rows, int64_t strip) {
+// Writes c [rows, 32], the sums of one strip for rows row_begin and on, through the epilogue. Not inlined: each product
+// would have a copy with all activations.
+__attribute__((noinline)) inline void finish_block(const LinearArgs& args, const float* c, int64_t row_begin, int rows,
+                                                   int64_t strip) {
   for (int r = 0; r < rows; ++r) {
     if (args.y.dtype == DType::bf16)
       finish_row<bf16>(args, c + r * kStripColumns, row_begin + r, strip);

@@ -53,10 +53,8 @@ void multiply_rows(const Left* x, int64_t width, int rows, int depth_tiles, int 
     const int count = depth_tiles - begin < step ? depth_tiles - begin : step;
     const auto* from = tiles(begin, count);
     using TB = std::remove_cvref_t<decltype(*from)>;
-    const auto tile_at = [&](int d, int j) { return from + (d * 2 + j) * kTileElements; };
-    const Left* left = x + begin * kTileDepth;
-    begin == 0 ? multiply_tiles<TB, false>(left, width, rows, tile_at, 2, count, c, kStripColumns)
-               : multiply_tiles<TB, true>(left, width, rows, tile_at, 2, count, c, kStripColumns);
+    multiply_tiles<TB>(x + begin * kTileDepth, width, rows, StripTiles<TB>{from}, 2, count, c, kStripColumns,
+                       begin > 0);
   }
 }
 
@@ -122,15 +120,17 @@ void linear_run_wide(const LinearArgs& args, const void* packed_x, int64_t block
     run_strips<bf16, float>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
 }
 
+// kBf16Products: not of a level that has something better for bf16_products and does not come here with them.
+template <bool kBf16Products = Vec::kHasBf16Dot>
 void linear_run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
                 int64_t strip_begin, int64_t strip_end) {
   if (rounds_x(args.weight.format))
     return quantized_run(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   if (is_widened(args.weight.format))
-    return widened_run(args, packed_x, block_begin, block_end, strip_begin, strip_end);
+    return widened_run<kBf16Products>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   if (args.weight.format == WeightFormat::f32)
     return run_strips<float, float>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
-  if constexpr (Vec::kHasBf16Dot) {
+  if constexpr (kBf16Products) {
     if (bf16_products(args))
       return run_strips<bf16, bf16>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   }

@@ -223,7 +223,7 @@ struct Quantized {
         packed_scales(form.num_scales() * static_cast<int64_t>(size_of(form.scale_dtype())), edge) {
     const auto [least, most] = traits_of(format).quants;
     const auto count = static_cast<uint64_t>(most - least + 1);
-    for (int64_t i = 0; i < n * form.num_numbers(); ++i) {
+    for (int64_t i = 0; i < n * form.num_quants(); ++i) {
       values[i] = static_cast<uint8_t>(least + static_cast<int>(random.bits() % count));
       if (format == WeightFormat::fp8 && (values[i] & 0x7f) == 0x7f) values[i] = 3;  // NaN
     }

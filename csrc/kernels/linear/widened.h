@@ -98,10 +98,8 @@ void multiply_widened(const LinearArgs& args, const Left* x, int64_t row_begin, 
             __builtin_prefetch(bytes + tile * kStep + line + DotTraits::kPrefetchBytes);
           widen_bytes(weight.format, bytes + tile * kStep, count * kStep, wide);
         }
-        const auto tile_at = [&](int d, int j) { return tiles + d * kStep + j * kTileElements; };
-        const Left* left = x + row * width + tile * kTileDepth;
-        tile == first ? multiply_tiles<TB, false>(left, width, rows, tile_at, 2, count, sums, kStripColumns)
-                      : multiply_tiles<TB, true>(left, width, rows, tile_at, 2, count, sums, kStripColumns);
+        multiply_tiles<TB>(x + row * width + tile * kTileDepth, width, rows, StripTiles<TB>{tiles}, 2, count, sums,
+                           kStripColumns, tile > first);
       }
       add_scaled(weight, strip, g, sums, rows, c);
     }
@@ -117,8 +115,8 @@ void multiply_bytes(const LinearArgs& args, const float* x, int64_t row, int row
   alignas(64) float c[kDotRows * kStripColumns], sums[kDotRows * kStripColumns];
   for (int64_t g = 0; g < weight.num_groups(); ++g) {
     const int64_t first = weight.group_begin(g) / kTileDepth, end = weight.group_end(g) / kTileDepth;
-    const auto tile_at = [&](int d, int j) { return bytes + ((first + d) * 2 + j) * kTileElements; };
-    multiply_tiles<Byte>(x + row * weight.depth() + first * kTileDepth, weight.depth(), rows, tile_at, 2,
+    const StripTiles<Byte> tiles = {bytes + first * 2 * kTileElements};
+    multiply_tiles<Byte>(x + row * weight.depth() + first * kTileDepth, weight.depth(), rows, tiles, 2,
                          static_cast<int>(end - first), sums, kStripColumns);
     add_scaled(weight, strip, g, sums, rows, c);
   }
@@ -136,9 +134,10 @@ void widened_run_as(const LinearArgs& args, const void* packed_x, int64_t block_
     multiply_widened(args, static_cast<const Left*>(packed_x), begin, end, at_once, s, wide);
 }
 
+template <bool kBf16Products>
 void widened_run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int64_t block_end,
                  int64_t strip_begin, int64_t strip_end) {
-  if constexpr (Vec::kHasBf16Dot) {
+  if constexpr (kBf16Products) {
     if (bf16_products(args))
       return widened_run_as<bf16, bf16>(args, packed_x, block_begin, block_end, strip_begin, strip_end);
   }
