@@ -21,16 +21,16 @@ HARMLESS = {"DW.ref.__gxx_personality_v0"}
 
 @pytest.fixture(scope="module")
 def build():
-    built = [folder for folder in BUILDS if (folder / "libtilewright_core.a").exists()]
+    built = [folder for folder in BUILDS if (folder / "libtilewright_base.a").exists()]
     assert built, "no library to look into: run `make test` or `make dev`"
-    return max(built, key=lambda folder: (folder / "libtilewright_core.a").stat().st_mtime)
+    return max(built, key=lambda folder: (folder / "libtilewright_base.a").stat().st_mtime)
 
 
 @pytest.mark.parametrize("level", read_build().compiled)
 def test_isa_files_export_their_kernel_tables_alone(build, level):
-    objects = sorted((build / f"CMakeFiles/tilewright_{level}.dir").rglob("*.o"))
+    objects = sorted((build / "CMakeFiles").glob(f"tilewright_*_{level}.dir/**/*.o"))
     command = ["nm", "--demangle", "--defined-only", "--extern-only", *map(str, objects)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     exported = {symbol[1] for line in listing.splitlines() if (symbol := re.fullmatch(r"[0-9a-f]+ \w (.+)", line))}
-    tables = {f"tilewright::{name}" for entries in kernels.manifest().values() for isa, name in entries if isa == level}
+    tables = {f"tilewright::{op}_{level}" for op, entries in kernels.manifest().items() if level in dict(entries)}
     assert tables and exported - HARMLESS == tables

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/bf16.h"
+#include "base/product_name.h"
 #include "base/tile.h"
 
 namespace tilewright {
@@ -16,6 +17,10 @@ namespace {
 
 inline constexpr int kDotRows = DotTraits::kRows;
 inline constexpr int kDotVecs = kTileColumns / Vec::kLanes;
+
+// The product of bf16 tiles.
+inline constexpr ProductName kDotProduct = {Vec::kHasBf16Dot ? "bf16_bf16_fp32" : "fp32_bf16_fp32", kDotRows,
+                                            DotTraits::tiles(kDotRows) * kTileColumns, Vec::kHasBf16Dot ? 2 : 1};
 
 // From this number of rows on, converting bf16 tiles to fp32 once costs less than doing it for each kDotRows of them.
 inline constexpr int kRowsToWiden = 4 * kDotRows;

@@ -30,6 +30,12 @@ MemoryPolicy policy_named(const std::string& name) {
   throw nb::value_error(("unknown memory policy '" + name + "', expected local, prefer or interleave").c_str());
 }
 
+// <op>_<level>, and between them what is multiplied, if matrices are.
+std::string kernel_name(const char* op, const KernelInfo& kernel) {
+  const std::string product = kernel.product ? std::string("_") + kernel.product : "";
+  return op + product + "_" + name_of(kernel.isa);
+}
+
 // {op: [(isa, kernel), ...]}, best first.
 nb::dict manifest() {
   nb::dict result;
@@ -38,7 +44,7 @@ nb::dict manifest() {
   for (int i = 0; i < num_ops; ++i) {
     nb::list kernels;
     for (int j = 0; j < ops[i].num_kernels; ++j)
-      kernels.append(nb::make_tuple(name_of(ops[i].kernels[j].isa), ops[i].kernels[j].name));
+      kernels.append(nb::make_tuple(name_of(ops[i].kernels[j].isa), kernel_name(ops[i].op, ops[i].kernels[j])));
     result[ops[i].op] = kernels;
   }
   return result;

@@ -39,27 +39,39 @@ const Kernels& select(const Entry<Kernels> (&table)[kCount]) {
   return *table[kCount - 1].kernels;
 }
 
-#define TILEWRIGHT_DECLARE(isa, name, Kernels) extern const Kernels name;
-#define TILEWRIGHT_ENTRY(isa, name, Kernels) {Isa::isa, &name},
-
-// kTable, an op's kernels of type `Kernels`, best first.
-#define TILEWRIGHT_TABLE(op, Kernels)                                                                  \
-  TILEWRIGHT_KERNELS_OF_##op(TILEWRIGHT_DECLARE, Kernels) static constexpr Entry<Kernels> kTable[] = { \
-      TILEWRIGHT_KERNELS_OF_##op(TILEWRIGHT_ENTRY, Kernels)};                                          \
-  static_assert(is_ordered(kTable), "CMakeLists.txt lists the levels of " #op " best first, down to scalar");
-
 struct KernelInfo {
   Isa isa;
-  const char* name;
+  const char* product;  // what it multiplies, as its table says it; null: no matrices
 };
 
 struct OpInfo {
   const char* op;
-  const KernelInfo* kernels;  // best first
   int num_kernels;
+  KernelInfo kernels[kNumIsaLevels];  // best first
 };
 
-// Every op with its kernels.
+template <class Kernels, size_t kCount>
+OpInfo info_of(const char* op, const Entry<Kernels> (&table)[kCount]) {
+  OpInfo info = {op, 0, {}};
+  for (const auto& entry : table) {
+    const char* product = nullptr;
+    if constexpr (requires { entry.kernels->product; }) product = entry.kernels->product;
+    info.kernels[info.num_kernels++] = {entry.isa, product};
+  }
+  return info;
+}
+
+#define TILEWRIGHT_DECLARE(isa, name, Kernels) extern const Kernels name;
+#define TILEWRIGHT_ENTRY(isa, name, Kernels) {Isa::isa, &name},
+
+// kTable, an op's kernels of type `Kernels`, best first, and what registry.cc asks for.
+#define TILEWRIGHT_TABLE(op, Kernels)                                                                         \
+  TILEWRIGHT_KERNELS_OF_##op(TILEWRIGHT_DECLARE, Kernels) static constexpr Entry<Kernels> kTable[] = {        \
+      TILEWRIGHT_KERNELS_OF_##op(TILEWRIGHT_ENTRY, Kernels)};                                                 \
+  static_assert(is_ordered(kTable), "CMakeLists.txt lists the levels of " #op " best first, down to scalar"); \
+  OpInfo info_of_##op() { return info_of(#op, kTable); }
+
+// Every op with its kernels (registry.cc).
 const OpInfo* all_ops(int* count);
 
 }  // namespace tilewright

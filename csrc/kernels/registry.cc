@@ -1,25 +1,17 @@
 #include "kernels/manifest.h"
 
 namespace tilewright {
-namespace {
 
-#define KERNEL(isa, name, ...) {Isa::isa, #name},
-#define OP(op) constexpr KernelInfo k_##op[] = {TILEWRIGHT_KERNELS_OF_##op(KERNEL)};
+#define OP(op) OpInfo info_of_##op();
 TILEWRIGHT_OPS(OP)
 #undef OP
-#undef KERNEL
-
-constexpr OpInfo kOps[] = {
-#define OP(op) {#op, k_##op, static_cast<int>(sizeof(k_##op) / sizeof(KernelInfo))},
-    TILEWRIGHT_OPS(OP)
-#undef OP
-};
-
-}  // namespace
 
 const OpInfo* all_ops(int* count) {
-  *count = static_cast<int>(sizeof(kOps) / sizeof(kOps[0]));
-  return kOps;
+#define OP(op) info_of_##op(),
+  static const OpInfo ops[] = {TILEWRIGHT_OPS(OP)};
+#undef OP
+  *count = static_cast<int>(sizeof(ops) / sizeof(ops[0]));
+  return ops;
 }
 
 }  // namespace tilewright

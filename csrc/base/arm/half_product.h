@@ -93,6 +93,8 @@ __attribute__((noinline)) void multiply_halves(const f16* x, int64_t stride, Lin
   }
 }
 
+inline constexpr ProductName kHalfProduct = {"fp16_fp16_fp32", 8, kTileColumns, 1};
+
 // fn(row, rows) for blocks of eight rows, which are the fastest, and for the remaining ones, with rows as a
 // compile-time constant.
 template <class Fn>

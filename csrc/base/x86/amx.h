@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "base/bf16.h"
+#include "base/product_name.h"
 #include "base/tile.h"
 
 namespace tilewright {
@@ -100,6 +101,8 @@ struct LeftTilesOf {
   }
 };
 using LeftTiles = LeftTilesOf<bf16>;
+
+inline constexpr ProductName kTileProduct = {"bf16_bf16_fp32", 32, 32, kTileDepth};
 
 // Prefetches a tile's 16 lines into L1 (kLocality 3) or L2 (2). Never faults.
 template <int kLocality = 3, class T>

@@ -55,5 +55,5 @@ struct Products<bf16> {
 #include "kernels/level.h"
 
 namespace tilewright {
-TILEWRIGHT_KERNELS(attention, AttentionKernels) = {run_items, merge_item, pack_keys, pack_values};
+TILEWRIGHT_KERNELS(attention, AttentionKernels) = {kTileProduct.text, run_items, merge_item, pack_keys, pack_values};
 }  // namespace tilewright

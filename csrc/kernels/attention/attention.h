@@ -98,6 +98,7 @@ TILEWRIGHT_INLINE constexpr int64_t partial_floats(int64_t rows, const KvLayout&
 inline constexpr int kItemsAtOnce = 4;
 
 struct AttentionKernels {
+  const char* product;  // of bf16 keys and values, for the kernel's name (base/product_name.h)
   // Runs up to kItemsAtOnce items of one sequence and head, of kQueryRows rows each if more than one.
   void (*run)(const AttentionArgs& args, const AttentionItem* items, int count);
   // Merges the partials of blocks [block_begin, block_end) and writes the rows.

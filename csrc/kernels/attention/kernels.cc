@@ -6,5 +6,5 @@
 #include "kernels/attention/generic.h"
 
 namespace tilewright {
-TILEWRIGHT_KERNELS(attention, AttentionKernels) = {run_items, merge_item, pack_keys, pack_values};
+TILEWRIGHT_KERNELS(attention, AttentionKernels) = {kDotProduct.text, run_items, merge_item, pack_keys, pack_values};
 }  // namespace tilewright

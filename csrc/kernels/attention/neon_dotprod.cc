@@ -99,6 +99,6 @@ void run_some_items(const AttentionArgs& args, const AttentionItem* items, int c
 
 }  // namespace
 
-TILEWRIGHT_KERNELS(attention, AttentionKernels) = {run_some_items, merge_item, pack_keys_or_halves,
-                                                   pack_values_or_halves, scale_head};
+TILEWRIGHT_KERNELS(attention, AttentionKernels) = {kHalfProduct.text,   run_some_items,        merge_item,
+                                                   pack_keys_or_halves, pack_values_or_halves, scale_head};
 }  // namespace tilewright

@@ -53,6 +53,6 @@ void run(const Conv3dArgs& args, const ConvTile& tile, int64_t strip_begin, int6
 
 }  // namespace
 
-TILEWRIGHT_KERNELS(conv3d, Conv3dKernels) = {conv3d_element_bytes, run};
+TILEWRIGHT_KERNELS(conv3d, Conv3dKernels) = {kTileProduct.text, conv3d_element_bytes, run};
 
 }  // namespace tilewright

@@ -86,6 +86,7 @@ struct TileShape {
 };
 
 struct Conv3dKernels {
+  const char* product;  // of bf16 weights, for the kernel's name (base/product_name.h)
   // Bytes of an element of x as the products read it.
   int64_t (*element_bytes)(const LinearArgs& args);
   // Computes all outputs of a tile and a range of strips.

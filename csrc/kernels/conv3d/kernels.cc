@@ -5,5 +5,5 @@
 #include "kernels/conv3d/generic.h"
 
 namespace tilewright {
-TILEWRIGHT_KERNELS(conv3d, Conv3dKernels) = {conv3d_element_bytes, conv3d_run<>};
+TILEWRIGHT_KERNELS(conv3d, Conv3dKernels) = {kDotProduct.text, conv3d_element_bytes, conv3d_run<>};
 }  // namespace tilewright

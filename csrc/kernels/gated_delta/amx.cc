@@ -135,6 +135,6 @@ void chunk_on_tiles(const GatedDeltaArgs& args, const DeltaItem& item) {
 
 }  // namespace
 
-TILEWRIGHT_KERNELS(gated_delta, GatedDeltaKernels) = {step, chunk_on_tiles};
+TILEWRIGHT_KERNELS(gated_delta, GatedDeltaKernels) = {kTileProduct.text, step, chunk_on_tiles};
 
 }  // namespace tilewright

@@ -61,6 +61,7 @@ struct DeltaItem {
 };
 
 struct GatedDeltaKernels {
+  const char* product;  // of a chunk, for the kernel's name (base/product_name.h)
   // Token by token; heads of any key heads, all columns.
   void (*step)(const GatedDeltaArgs& args, const DeltaItem& item);
   void (*chunk)(const GatedDeltaArgs& args, const DeltaItem& item);

@@ -5,5 +5,5 @@
 #include "kernels/gated_delta/generic.h"
 
 namespace tilewright {
-TILEWRIGHT_KERNELS(gated_delta, GatedDeltaKernels) = {step, chunk};
+TILEWRIGHT_KERNELS(gated_delta, GatedDeltaKernels) = {VectorMatrix::kProduct.text, step, chunk};
 }  // namespace tilewright

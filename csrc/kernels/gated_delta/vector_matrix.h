@@ -40,6 +40,7 @@ struct VectorMatrix {
 
   // c [32, 32] = A B.
   static constexpr int kRows = DotTraits::kRowsOf32, kTiles = DotTraits::tiles(kRows);
+  static constexpr ProductName kProduct = {"fp32_fp32_fp32", kRows, kTiles * kTileColumns, 1};
   template <int, int>
   [[gnu::noinline]] void multiply(const float* a, int64_t stride, int64_t, const Right<float>& b, int64_t depth_tiles,
                                   float* c, Fetches& fetches) {

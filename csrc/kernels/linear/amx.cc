@@ -240,6 +240,7 @@ void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int6
 
 }  // namespace
 
-TILEWRIGHT_KERNELS(linear, LinearKernels) = {WeightLayout::tiles, linear_block_bytes, pack_block, run};
+TILEWRIGHT_KERNELS(linear, LinearKernels) = {kTileProduct.text, WeightLayout::tiles, linear_block_bytes, pack_block,
+                                             run};
 
 }  // namespace tilewright

@@ -6,5 +6,6 @@
 #include "kernels/linear/generic.h"
 
 namespace tilewright {
-TILEWRIGHT_KERNELS(linear, LinearKernels) = {WeightLayout::tiles, linear_block_bytes, linear_pack_block, linear_run<>};
+TILEWRIGHT_KERNELS(linear, LinearKernels) = {kDotProduct.text, WeightLayout::tiles, linear_block_bytes,
+                                             linear_pack_block, linear_run<>};
 }  // namespace tilewright

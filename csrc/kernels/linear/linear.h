@@ -39,6 +39,7 @@ inline constexpr int kRowBlock = 32;
 inline constexpr int kDepthChunk = 64;
 
 struct LinearKernels {
+  const char* product;  // of bf16 weights, for the kernel's name (base/product_name.h)
   // The layout of bf16 weights at this level: cached ones are reused only by a level with the same layout. Other
   // weights are tiles at every level.
   WeightLayout bf16_layout;

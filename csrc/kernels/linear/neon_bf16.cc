@@ -90,10 +90,12 @@ void multiply_slab(const bf16* x, int64_t pair_stride, const bf16* slab, int64_t
     }
 }
 
+constexpr int kPairsAtOnce = 4;
+constexpr ProductName kMatrixProduct = {"bf16_bf16_fp32", 2 * kPairsAtOnce, kSlabColumns, 4};
+
 // Multiplies rows from row_begin on, a slab at a time: it stays in the L1 cache for all of them.
 void multiply_rows(const LinearArgs& args, const bf16* x, const bf16* slabs, int64_t row_begin, int rows, float* c) {
   const int64_t depth = args.weight.num_depth_tiles() * kTileDepth, pair_stride = 2 * depth;
-  constexpr int kPairsAtOnce = 4;
   for (int column = 0; column < kStripColumns; column += kSlabColumns)
     for (int row = 0; row < rows; row += 2 * kPairsAtOnce) {
       const int pairs = (rows - row + 1) / 2;
@@ -219,5 +221,6 @@ void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int6
 
 }  // namespace
 
-TILEWRIGHT_KERNELS(linear, LinearKernels) = {WeightLayout::tiles, linear_block_bytes, pack_block, run};
+TILEWRIGHT_KERNELS(linear, LinearKernels) = {kMatrixProduct.text, WeightLayout::tiles, linear_block_bytes, pack_block,
+                                             run};
 }  // namespace tilewright

@@ -114,5 +114,5 @@ void run(const LinearArgs& args, const void* packed_x, int64_t block_begin, int6
 
 }  // namespace
 
-TILEWRIGHT_KERNELS(linear, LinearKernels) = {WeightLayout::halves, block_bytes, pack_block, run};
+TILEWRIGHT_KERNELS(linear, LinearKernels) = {kHalfProduct.text, WeightLayout::halves, block_bytes, pack_block, run};
 }  // namespace tilewright
