@@ -35,8 +35,9 @@ from shapes import NoText, random_value
 from tilewright.engine.core import EngineCore
 from tilewright.engine.load.assembly import build_core
 from tilewright.engine.schedule.step import StepLimits
-from tilewright.engine.speech.speech import FRAMES_PER_PIECE
+from tilewright.engine.speech.scheduler import FRAMES_PER_PIECE
 from tilewright.models.protocol import MediaBatch, MediaItem
+from tilewright.models.qwen3_omni.code2wav import Code2WavState
 from tilewright.models.registry import family_of
 from tilewright.types import ModelInputs, SamplingParams
 from tilewright.weights.conv import ConvTaps, ConvWeight, SnakeWaves, TransposedConvWeight
@@ -180,7 +181,7 @@ class Networks:
         family = family_of(dict(config))
         self.model = family.build(config, {})
         assert family.build_speech is not None
-        self.speech = family.build_speech(config, {}, has_table=False)
+        self.speech = family.build_speech(config, {}, owns_embeddings=False)
         for network in (self.model, self.speech):
             fill(network, block)
         print(f"random weights were made in {perf_counter() - started:.0f} s", flush=True)
@@ -222,12 +223,12 @@ def answer(
     core: EngineCore, num_tokens: int, num_frames: int = 0, name: str = "answer"
 ) -> tuple[float, float, float | None, float, int]:
     """When the first and last token were there, the first and last sound, in seconds; and how many samples."""
-    voice = core.speech.networks.voices[0] if num_frames and core.speech else None
+    voice = core.speech.model.voices[0] if num_frames and core.speech else None
     params = SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=1, ignore_eos=True, voice=voice)
     started = perf_counter()
     (sequence,) = core.add(name, inputs_of(PROMPT), params)
     if voice is not None:
-        spoken = core.speech._spoken[sequence].voice
+        spoken = core.speech._by_answer[sequence]
         spoken.params = replace(spoken.params, max_frames=num_frames)
     texts: list[float] = []
     sounds: list[float] = []
@@ -255,7 +256,7 @@ def measure_text(core: EngineCore, num_tokens: int) -> None:
 def measure_frames(core: EngineCore, num_frames: int) -> None:
     """The voice speaks a text that is written already."""
     assert core.speech is not None
-    runner = core.speech.scheduler.runner
+    runner = core.speech.runner
     decode, runner.decode = runner.decode, lambda pieces: [torch.zeros(1) for _ in pieces]
     try:
         answer(core, 2, 4)
@@ -268,12 +269,12 @@ def measure_frames(core: EngineCore, num_frames: int) -> None:
 
 def measure_wave(networks: Networks, num_frames: int) -> None:
     decoder, times = networks.speech.code2wav, []
-    stream = decoder.begin()
+    state = Code2WavState()
     codes = torch.randint(0, decoder.config.codebook_size, (num_frames, decoder.config.num_quantizers))
     with torch.inference_mode():
         for piece in codes.split(FRAMES_PER_PIECE):
             started = perf_counter()
-            decoder.decode([piece], [stream])
+            decoder.decode([piece], [state])
             times.append((perf_counter() - started) * FRAMES_PER_SECOND / len(piece))
     print(f"wave    real-time factor {statistics.median(times[1:]):.2f}, {FRAMES_PER_PIECE} frames a piece", flush=True)
 
@@ -282,7 +283,7 @@ def measure_speech(core: EngineCore, num_tokens: int, num_frames: int) -> None:
     answer(core, 4, 6)
     first, last, sound, done, num_samples = answer(core, num_tokens, num_frames)
     assert core.speech is not None and sound is not None
-    seconds = num_samples / core.speech.networks.samples_per_second
+    seconds = num_samples / core.speech.model.samples_per_second
     print(
         f"speech  first text {first:.2f} s, first sound {sound - first:.2f} s after it, {seconds:.1f} s of sound, "
         f"real-time factor {(done - first) / seconds:.2f}; text beside it {(num_tokens - 1) / (last - first):.1f} "

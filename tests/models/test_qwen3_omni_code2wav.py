@@ -7,7 +7,7 @@ import tiny_speech
 import torch
 from components import rms
 
-from tilewright.models.qwen3_omni.code2wav import MAX_FRAMES, WaveStream, build
+from tilewright.models.qwen3_omni.code2wav import MAX_FRAMES, Code2WavState, build
 from tilewright.ops import backend
 
 
@@ -27,14 +27,14 @@ def expected(network, codes_TQ):
 
 @torch.inference_mode()
 def whole(ours, codes_TQ):
-    return ours.decode([codes_TQ], [WaveStream()])[0]
+    return ours.decode([codes_TQ], [Code2WavState()])[0]
 
 
 @torch.inference_mode()
 def in_pieces(ours, codes_TQ, size):
-    stream = WaveStream()
-    samples = [ours.decode([piece], [stream])[0] for piece in codes_TQ.split(size)]
-    return torch.cat(samples), stream
+    state = Code2WavState()
+    samples = [ours.decode([piece], [state])[0] for piece in codes_TQ.split(size)]
+    return torch.cat(samples), state
 
 
 # The second config has kernels whose first output waits for several frames.
@@ -57,29 +57,29 @@ def test_pieces_give_the_samples_of_the_whole(size, changes):
     assert torch.equal(samples, whole(ours, codes))
 
 
-def test_what_a_stream_carries_does_not_grow():
+def test_what_a_state_carries_does_not_grow():
     ours = filled(tiny_speech.code2wav())
     sizes = {in_pieces(ours, codes_of(num_frames), 3)[1].size_bytes for num_frames in (12, 30, 60)}
     assert len(sizes) == 1
 
 
-def test_streams_together_are_as_each_alone():
+def test_sequences_together_are_as_each_alone():
     ours = filled(tiny_speech.code2wav())
     codes = [codes_of(length, seed) for seed, length in enumerate((9, 9, 14, 5))]
-    streams = [WaveStream() for _ in codes]
+    states = [Code2WavState() for _ in codes]
     with torch.inference_mode():
         # The last begins when the others are on their way.
-        first = ours.decode([frames[:4] for frames in codes[:3]], streams[:3])
-        rest = ours.decode([*(frames[4:] for frames in codes[:3]), codes[3]], streams)
+        first = ours.decode([frames[:4] for frames in codes[:3]], states[:3])
+        rest = ours.decode([*(frames[4:] for frames in codes[:3]), codes[3]], states)
     got = [torch.cat(parts) for parts in zip(first, rest[:3], strict=True)] + [rest[3]]
     for frames, samples in zip(codes, got, strict=True):
         assert torch.equal(samples, whole(ours, frames))
 
 
 def test_no_frames_are_no_samples():
-    ours, stream = filled(tiny_speech.code2wav()), WaveStream()
-    (samples,) = ours.decode([codes_of(0)], [stream])
-    assert samples.shape == (0,) and stream.num_frames == 0
+    ours, state = filled(tiny_speech.code2wav()), Code2WavState()
+    (samples,) = ours.decode([codes_of(0)], [state])
+    assert samples.shape == (0,) and state.num_frames == 0
 
 
 def test_bf16_errs_as_little_as_theirs():

@@ -14,8 +14,8 @@ from oracle import require
 
 from tilewright.cli import main
 from tilewright.engine.engine import Engine
+from tilewright.engine.speech.voices import find_voice
 from tilewright.models.qwen3_omni.config import MediaTokens
-from tilewright.models.speaking import find_voice
 from tilewright.outputs.sound import to_pcm16
 from tilewright.types import RequestError
 
@@ -135,16 +135,16 @@ def test_what_is_said_is_what_transformers_says(engine, network, sounds):
 
 def said(engine, questions, monkeypatch):
     """The answers to questions, and the codes of each."""
-    runner, frames = engine.loop.core.speech.scheduler.runner, {}
-    speak = runner.speak
+    runner, frames = engine.loop.core.speech.runner, {}
+    compute_frames = runner.compute_frames
 
-    def watched(rows):
-        speak(rows)
-        frames.update({row.voice.id: row.voice.frames for row in rows})
+    def watched(chunks):
+        compute_frames(chunks)
+        frames.update({chunk.sequence.id: chunk.sequence.frames for chunk in chunks})
 
-    monkeypatch.setattr(runner, "speak", watched)
+    monkeypatch.setattr(runner, "compute_frames", watched)
     answers = [engine.chat(question, **GREEDY, **SPOKEN) for question in questions]
-    return answers, [frames[voice] for voice in sorted(frames)]
+    return answers, [frames[number] for number in sorted(frames)]
 
 
 @pytest.mark.alone  # an engine of two processes, which wait for each other
@@ -165,7 +165,7 @@ def test_sound_comes_while_text_is_written(engine):
     for delta in engine.stream(asked("Tell me more."), max_tokens=40, temperature=0, ignore_eos=True, **SPOKEN):
         kinds.append("audio" if delta.audio is not None else "text")
     assert "audio" in kinds[: len(kinds) - 1 - kinds[::-1].index("text")]
-    assert engine.loop.core.speech.scheduler.pool.num_used == 0
+    assert engine.loop.core.speech.pool.num_used == 0
 
 
 def test_text_is_the_same_beside_speech(engine):
@@ -186,7 +186,7 @@ def test_an_aborted_answer_leaves_nothing(engine):
             break
     assert list(handle)[-1].finish_reason == "abort"
     core = engine.loop.core
-    assert core.speech.scheduler.pool.num_used == 0 and not core.speech.has_work and not core.speech.sequences
+    assert core.speech.pool.num_used == 0 and not core.speech.has_work and not core.speech.answers
 
 
 def test_voices(engine):
@@ -247,22 +247,22 @@ def test_flags_of_the_command(folder, flags, message, capsys):
 def test_a_voice_that_fails_leaves_the_others(engine, monkeypatch):
     question, sampling = asked("Tell me more."), {"max_tokens": 20, "temperature": 0, "ignore_eos": True, **SPOKEN}
     alone = engine.chat(question, voice="ann", **sampling)
-    runner, bob = engine.loop.core.speech.scheduler.runner, tiny_speech.TALKER["speaker_id"]["bob"]
-    speak = runner.speak
+    runner, bob = engine.loop.core.speech.runner, tiny_speech.TALKER["speaker_id"]["bob"]
+    compute_frames = runner.compute_frames
 
-    def failing(rows):
-        if any(bob in row.voice.prompt.codec_ids and len(row.voice.frames) == 3 for row in rows):
+    def failing(chunks):
+        if any(bob in chunk.sequence.prompt.codec_ids and len(chunk.sequence.frames) == 3 for chunk in chunks):
             raise RuntimeError("out of breath")
-        speak(rows)
+        compute_frames(chunks)
 
-    monkeypatch.setattr(runner, "speak", failing)
+    monkeypatch.setattr(runner, "compute_frames", failing)
     failed, healthy = (engine.submit_chat(question, voice=voice, **sampling) for voice in ("bob", "ann"))
     with pytest.raises(Exception, match="out of breath"):
         failed.result()
     (beside,) = healthy.result()
     assert beside.token_ids == alone.token_ids and np.array_equal(beside.audio, alone.audio)
     core = engine.loop.core
-    assert core.speech.scheduler.pool.num_used == 0 and not core.has_work
+    assert core.speech.pool.num_used == 0 and not core.has_work
 
 
 @pytest.mark.parametrize("where", ["talker", "scheduler"])
@@ -270,14 +270,14 @@ def test_speech_that_fails_leaves_text(engine, monkeypatch, where):
     def broken(*args):
         raise RuntimeError("out of breath")
 
-    scheduler = engine.loop.core.speech.scheduler
+    scheduler = engine.loop.core.speech
     if where == "talker":
-        monkeypatch.setattr(scheduler.runner, "speak", broken)
+        monkeypatch.setattr(scheduler.runner, "compute_frames", broken)
     else:
-        monkeypatch.setattr(scheduler, "_choose_rows", broken)
+        monkeypatch.setattr(scheduler, "_schedule", broken)
     speaking = engine.submit_chat(asked("Tell me more."), max_tokens=30, temperature=0, ignore_eos=True, **SPOKEN)
     assert engine.chat(asked("What?"), **GREEDY).finish_reason
     with pytest.raises(Exception, match="out of breath"):
         speaking.result()
     core = engine.loop.core
-    assert core.speech.scheduler.pool.num_used == 0 and not core.has_work
+    assert core.speech.pool.num_used == 0 and not core.has_work

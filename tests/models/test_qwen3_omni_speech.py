@@ -2,14 +2,15 @@
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tiny_speech
 import torch
 
 from tilewright.engine.speech.runner import SpeechRunner
-from tilewright.engine.speech.speech import MAX_PROMPT_ROWS, SpeechScheduler
-from tilewright.engine.speech.voice import SpeechParams, Voice
+from tilewright.engine.speech.scheduler import MAX_PROMPT_ROWS, SpeechScheduler
+from tilewright.engine.speech.sequence import SpeechParams, SpeechSequence
 from tilewright.models.qwen3_omni.code2wav import Code2Wav
 from tilewright.models.qwen3_omni.config import OmniConfig
 from tilewright.models.qwen3_omni.talker import Talker, talker_prompt
@@ -96,8 +97,7 @@ def make_scheduler(num_pages=64, dtype=torch.float32, replay=True):
     code2wav = tiny_speech.filled(lambda: Code2Wav(own.code2wav), model.code2wav, "code2wav", dtype)
     table = model.thinker.get_input_embeddings().weight.detach().to(dtype)
     runner = SpeechRunner(
-        talker,
-        code2wav,
+        SimpleNamespace(talker=talker, code2wav=code2wav),
         lambda ids: embedding(ids, table),
         num_pages=num_pages,
         page_size=PAGE_SIZE,
@@ -107,27 +107,27 @@ def make_scheduler(num_pages=64, dtype=torch.float32, replay=True):
     return SpeechScheduler(runner)
 
 
-def make_voice(token_ids, theirs, params, speaker="ann", seed=0):
+def make_sequence(token_ids, theirs, params, speaker="ann", seed=0):
     own = config()
     prompt = talker_prompt(
         token_ids, theirs.positions.numpy(), own.turns, own.talker.codec, own.talker.speakers[speaker], MEDIA
     )
-    voice = Voice(prompt, own.turns.tts_eos, own.turns.tts_pad, params, seed)
-    voice.media_states = {row: theirs.states[row] for row in prompt.thinker_rows}
-    return voice
+    speech = SpeechSequence(prompt, own.turns.tts_eos, own.turns.tts_pad, params, seed)
+    speech.media_states = {row: theirs.states[row] for row in prompt.thinker_rows}
+    return speech
 
 
 def greedy(max_frames):
     return SpeechParams(temperature=0.0, max_frames=max_frames)
 
 
-def spoken(scheduler, voices):
-    """The samples of each voice, when all are done."""
-    samples = {voice: [torch.empty(0)] for voice in voices}
+def spoken(scheduler, speeches):
+    """The samples of each sequence, when all are done."""
+    samples = {speech: [torch.empty(0)] for speech in speeches}
     while scheduler.has_work:
         for item in scheduler.step():
-            samples[item.voice].append(item.samples)
-    return [torch.cat(samples[voice]) for voice in voices]
+            samples[item.speech].append(item.samples)
+    return [torch.cat(samples[speech]) for speech in speeches]
 
 
 @pytest.mark.parametrize("speaker", ["ann", "bob"])
@@ -135,12 +135,12 @@ def spoken(scheduler, voices):
 def test_codes_and_samples_are_those_of_transformers(name, speaker):
     token_ids = prompt_ids(CONVERSATIONS[name])
     theirs = answer_of(name, speaker)
-    scheduler, voice = make_scheduler(), make_voice(token_ids, theirs, greedy(16), speaker)
-    voice.hear(theirs.output_ids, is_complete=True)
-    scheduler.add(voice)
-    (samples,) = spoken(scheduler, [voice])
-    assert len(voice.frames) > 3
-    assert voice.frames == theirs.frames
+    scheduler, speech = make_scheduler(), make_sequence(token_ids, theirs, greedy(16), speaker)
+    speech.set_text(theirs.output_ids, is_complete=True)
+    scheduler.add(speech)
+    (samples,) = spoken(scheduler, [speech])
+    assert len(speech.frames) > 3
+    assert speech.frames == theirs.frames
     assert samples.shape == theirs.samples.shape
     assert (samples - theirs.samples).abs().max() < 1e-4
     assert scheduler.pool.num_used == 0
@@ -150,53 +150,53 @@ def test_text_that_comes_slowly_changes_nothing():
     """Samples come while text is still written; the codes are those of a text that was there from the beginning."""
     token_ids = prompt_ids(CONVERSATIONS["sound"])
     theirs = answer_of("sound")
-    scheduler, voice = make_scheduler(), make_voice(token_ids, theirs, greedy(16))
-    scheduler.add(voice)
+    scheduler, speech = make_scheduler(), make_sequence(token_ids, theirs, greedy(16))
+    scheduler.add(speech)
     samples, num_early = [], 0
     for count in range(1, len(theirs.output_ids) + 1):
-        voice.hear(theirs.output_ids[:count], is_complete=count == len(theirs.output_ids))
+        speech.set_text(theirs.output_ids[:count], is_complete=count == len(theirs.output_ids))
         for _ in range(2):  # more often than there is text: it waits
             samples += [item.samples for item in scheduler.step()]
-        if not voice.is_text_complete:
+        if not speech.is_text_complete:
             num_early += sum(len(part) for part in samples)
             # A frame for each token that is followed by another.
-            assert len(voice.frames) <= max(count - 1, 0)
-    samples += spoken(scheduler, [voice])
+            assert len(speech.frames) <= max(count - 1, 0)
+    samples += spoken(scheduler, [speech])
     assert num_early > 0
-    assert voice.frames == theirs.frames
+    assert speech.frames == theirs.frames
     assert (torch.cat(samples) - theirs.samples).abs().max() < 1e-4
 
 
-def test_voices_together_are_as_each_alone():
+def test_sequences_together_are_as_each_alone():
     scheduler = make_scheduler()
-    voices, answers = [], []
+    speeches, answers = [], []
     for name in ("question", "sound", "turns"):
         token_ids = prompt_ids(CONVERSATIONS[name])
         answers.append(answer_of(name))
-        voices.append(make_voice(token_ids, answers[-1], greedy(16)))
-    voices[0].hear(answers[0].output_ids, is_complete=True)
-    scheduler.add(voices[0])
+        speeches.append(make_sequence(token_ids, answers[-1], greedy(16)))
+    speeches[0].set_text(answers[0].output_ids, is_complete=True)
+    scheduler.add(speeches[0])
     early = [item.samples for _ in range(5) for item in scheduler.step()]
-    for voice, answer in zip(voices[1:], answers[1:], strict=True):
-        voice.hear(answer.output_ids, is_complete=True)
-        scheduler.add(voice)
-    samples = spoken(scheduler, voices)
+    for speech, answer in zip(speeches[1:], answers[1:], strict=True):
+        speech.set_text(answer.output_ids, is_complete=True)
+        scheduler.add(speech)
+    samples = spoken(scheduler, speeches)
     samples[0] = torch.cat((*early, samples[0]))
-    for voice, own, answer in zip(voices, samples, answers, strict=True):
-        assert voice.frames == answer.frames
+    for speech, own, answer in zip(speeches, samples, answers, strict=True):
+        assert speech.frames == answer.frames
         assert (own - answer.samples).abs().max() < 1e-4
 
 
 def test_a_long_prompt_is_read_in_parts():
     token_ids = prompt_ids([[USER, BREAK, *([3, 4, 5, 9] * (MAX_PROMPT_ROWS // 4 + 30))]])
     theirs = Theirs(token_ids, 6, 6)
-    scheduler, voice = make_scheduler(), make_voice(token_ids, theirs, greedy(6))
-    voice.hear(theirs.output_ids, is_complete=True)
-    scheduler.add(voice)
+    scheduler, speech = make_scheduler(), make_sequence(token_ids, theirs, greedy(6))
+    speech.set_text(theirs.output_ids, is_complete=True)
+    scheduler.add(speech)
     scheduler.step()
-    assert voice.num_computed == MAX_PROMPT_ROWS and not voice.frames
-    spoken(scheduler, [voice])
-    assert voice.frames == theirs.frames
+    assert speech.num_computed == MAX_PROMPT_ROWS and not speech.frames
+    spoken(scheduler, [speech])
+    assert speech.frames == theirs.frames
 
 
 class Any:
@@ -211,29 +211,29 @@ def drawn(seed, others=()):
     token_ids = prompt_ids(CONVERSATIONS["question"])
     params = SpeechParams(max_frames=12)
     scheduler = make_scheduler()
-    voices = [make_voice(token_ids, Any(token_ids), params, seed=one) for one in (seed, *others)]
-    for voice in voices:
-        voice.hear([60, 61, 62, 63, 64, END], is_complete=True)
-        scheduler.add(voice)
-    spoken(scheduler, voices)
-    return voices[0].frames
+    speeches = [make_sequence(token_ids, Any(token_ids), params, seed=one) for one in (seed, *others)]
+    for speech in speeches:
+        speech.set_text([60, 61, 62, 63, 64, END], is_complete=True)
+        scheduler.add(speech)
+    spoken(scheduler, speeches)
+    return speeches[0].frames
 
 
 @pytest.mark.parametrize("seeds", [(1,), (1, 2, 3)])
 def test_recorded_frames_are_those_that_are_not(seeds):
-    """Bit for bit, of voices that begin and end one after the other."""
+    """Bit for bit, of sequences that begin and end one after the other."""
     token_ids, said = prompt_ids(CONVERSATIONS["question"]), []
     for replay in (True, False):
         scheduler = make_scheduler(replay=replay)
-        voices = [
-            make_voice(token_ids, Any(token_ids), SpeechParams(max_frames=9 + 4 * i), seed=seed)
+        speeches = [
+            make_sequence(token_ids, Any(token_ids), SpeechParams(max_frames=9 + 4 * i), seed=seed)
             for i, seed in enumerate(seeds)
         ]
-        for voice in voices:
-            voice.hear([60, 61, 62, 63, 64, END], is_complete=True)
-            scheduler.add(voice)
+        for speech in speeches:
+            speech.set_text([60, 61, 62, 63, 64, END], is_complete=True)
+            scheduler.add(speech)
             scheduler.step()
-        said.append(([voice.frames for voice in voices], spoken(scheduler, voices)))
+        said.append(([speech.frames for speech in speeches], spoken(scheduler, speeches)))
     assert said[0][0] == said[1][0]
     assert all(torch.equal(one, other) for one, other in zip(said[0][1], said[1][1], strict=True))
 
@@ -242,14 +242,14 @@ class OutOfBreathError(Exception):
     pass
 
 
-class IllVoice:
-    """Makes the work on the second of a scheduler's voices raise when it is done, after so many frames."""
+class FailingSequence:
+    """Makes the work on one of a scheduler's sequences raise when it is done, after so many frames."""
 
-    def __init__(self, scheduler, where, voice, num_frames):
-        self.where, self.voice, self.num_frames = where, voice, num_frames
+    def __init__(self, scheduler, where, speech, num_frames):
+        self.where, self.speech, self.num_frames = where, speech, num_frames
         self.scheduler, self.most_together = scheduler, 0
         of, name = (scheduler.runner, "_complete") if where == "codes" else (
-            scheduler.runner.code2wav, "_decode_together"
+            scheduler.model.code2wav, "_decode_together"
         )  # fmt: skip
         self.work = getattr(of, name)
         setattr(of, name, self)
@@ -257,48 +257,48 @@ class IllVoice:
     def __call__(self, *args):
         result, them = self.work(*args), args[-1]
         self.most_together = max(self.most_together, len(them))
-        if self.mark in them and len(self.voice.frames) >= self.num_frames:
+        if self.mark in them and len(self.speech.frames) >= self.num_frames:
             raise OutOfBreathError("out of breath")
         return result
 
     @property
     def mark(self):
         if self.where == "codes":
-            return self.voice
-        return next((item.stream for item in self.scheduler._speaking if item.voice is self.voice), None)
+            return self.speech
+        return self.speech.code2wav_state
 
 
 def begun(scheduler, seeds):
     token_ids = prompt_ids(CONVERSATIONS["question"])
-    voices = [make_voice(token_ids, Any(token_ids), SpeechParams(max_frames=14), seed=seed) for seed in seeds]
-    for voice in voices:
-        voice.hear([60, 61, 62, 63, 64, END], is_complete=True)
-        scheduler.add(voice)
-    return voices
+    speeches = [make_sequence(token_ids, Any(token_ids), SpeechParams(max_frames=14), seed=seed) for seed in seeds]
+    for speech in speeches:
+        speech.set_text([60, 61, 62, 63, 64, END], is_complete=True)
+        scheduler.add(speech)
+    return speeches
 
 
 @pytest.mark.parametrize("where", ["codes", "samples"])
 @pytest.mark.parametrize("num_frames", [0, 6])
-def test_a_voice_that_fails_is_silent_alone(where, num_frames):
-    """Of three that speak together; the others say what they say without it, bit for bit."""
+def test_a_sequence_that_fails_is_silent_alone(where, num_frames):
+    """Of three that are spoken together; the others are as without it, bit for bit."""
     scheduler = make_scheduler()
     healthy = begun(scheduler, (1, 3))
     expected = spoken(scheduler, healthy)
     scheduler = make_scheduler()
-    voices = begun(scheduler, (1, 2, 3))
-    ill = IllVoice(scheduler, where, voices[1], num_frames)
-    samples, failures = {voice: [] for voice in voices}, []
+    speeches = begun(scheduler, (1, 2, 3))
+    failing = FailingSequence(scheduler, where, speeches[1], num_frames)
+    samples, failures = {speech: [] for speech in speeches}, []
     while scheduler.has_work:
         for item in scheduler.step():
-            samples[item.voice].append(item.samples)
+            samples[item.speech].append(item.samples)
             failures += [item] if item.error else []
-    assert ill.most_together == 3
+    assert failing.most_together == 3
     (failed,) = failures
-    assert failed.voice is voices[1] and isinstance(failed.error, OutOfBreathError) and failed.is_done
+    assert failed.speech is speeches[1] and isinstance(failed.error, OutOfBreathError) and failed.is_done
     assert scheduler.pool.num_used == 0
-    for voice, other, own in zip(voices[::2], healthy, expected, strict=True):
-        assert voice.frames == other.frames and len(voice.frames) > 4
-        assert torch.equal(torch.cat(samples[voice]), own)
+    for speech, other, own in zip(speeches[::2], healthy, expected, strict=True):
+        assert speech.frames == other.frames and len(speech.frames) > 4
+        assert torch.equal(torch.cat(samples[speech]), own)
 
 
 def test_sampled_speech_depends_on_its_seed_alone():
@@ -307,44 +307,44 @@ def test_sampled_speech_depends_on_its_seed_alone():
 
 def test_nothing_to_say_is_silence():
     token_ids = prompt_ids(CONVERSATIONS["question"])
-    scheduler, voice = make_scheduler(), make_voice(token_ids, Any(token_ids), greedy(8))
-    scheduler.add(voice)
-    assert scheduler.step() == [] and not voice.frames
-    voice.hear([END], is_complete=True)
+    scheduler, speech = make_scheduler(), make_sequence(token_ids, Any(token_ids), greedy(8))
+    scheduler.add(speech)
+    assert scheduler.step() == [] and not speech.frames
+    speech.set_text([END], is_complete=True)
     (item,) = scheduler.step()
     assert item.is_done and not len(item.samples) and not scheduler.has_work
     assert scheduler.pool.num_used == 0
 
 
-def test_a_voice_waits_for_pages_and_dropping_one_frees_them():
+def test_a_sequence_waits_for_pages_and_dropping_one_frees_them():
     token_ids = prompt_ids(CONVERSATIONS["question"])
     params = greedy(40)
-    voices = [make_voice(token_ids, Any(token_ids), params) for _ in range(2)]
+    speeches = [make_sequence(token_ids, Any(token_ids), params) for _ in range(2)]
     scheduler = make_scheduler(num_pages=3)
-    for voice in voices:
-        voice.hear([60, 61, 62, 63, END], is_complete=True)
-        scheduler.add(voice)
+    for speech in speeches:
+        speech.set_text([60, 61, 62, 63, END], is_complete=True)
+        scheduler.add(speech)
     scheduler.step()
-    assert voices[0].frames and not voices[1].frames and scheduler.waiting == [voices[1]]
-    scheduler.drop(voices[0])
+    assert speeches[0].frames and not speeches[1].frames and scheduler.waiting == [speeches[1]]
+    scheduler.drop(speeches[0])
     scheduler.step()
-    assert voices[1].frames and not scheduler.waiting
-    scheduler.drop(voices[1])
+    assert speeches[1].frames and not scheduler.waiting
+    scheduler.drop(speeches[1])
     assert scheduler.pool.num_used == 0 and not scheduler.has_work
 
 
-def test_a_voice_that_is_dropped_while_it_waits():
+def test_a_sequence_that_is_dropped_while_it_waits():
     token_ids = prompt_ids(CONVERSATIONS["question"])
-    scheduler, voice = make_scheduler(), make_voice(token_ids, Any(token_ids), greedy(8))
-    scheduler.add(voice)
-    scheduler.drop(voice)
+    scheduler, speech = make_scheduler(), make_sequence(token_ids, Any(token_ids), greedy(8))
+    scheduler.add(speech)
+    scheduler.drop(speech)
     assert not scheduler.has_work
 
 
 def test_prompts_that_can_not_be_spoken():
     token_ids = prompt_ids(CONVERSATIONS["question"])
     with pytest.raises(ContextLengthExceeded, match=r"is 0 tokens\. However, .* 17 rows for the talker"):
-        voice = make_voice(token_ids, Any(token_ids), greedy(33))
-        make_scheduler(num_pages=1).add(replace(voice))
+        speech = make_sequence(token_ids, Any(token_ids), greedy(33))
+        make_scheduler(num_pages=1).add(replace(speech))
     with pytest.raises(RequestError, match="beginning of an answer"):
-        make_voice(token_ids[:-3], Any(token_ids[:-3]), greedy(8))
+        make_sequence(token_ids[:-3], Any(token_ids[:-3]), greedy(8))

@@ -10,7 +10,7 @@ import torch
 from oracle import require
 
 from tilewright.engine.engine import Engine
-from tilewright.engine.speech.voice import SpeechParams
+from tilewright.engine.speech.sequence import SpeechParams
 from training.shards import read_weights, write_weights
 from training.tiny_omni.checkpoint import (
     CODE2WAV,
@@ -156,18 +156,18 @@ def test_decoding_codes_is_decoding_the_latents_they_stand_for(codec):
 
 @pytest.fixture
 def spoken(engine, monkeypatch):
-    """What the engine answers to messages, and the voice that it spoke with."""
+    """What the engine answers to messages, and the speech sequence of the answer."""
 
     def ask(messages, **options):
         params = SpeechParams(temperature=0.0, max_frames=MAX_FRAMES)
-        monkeypatch.setattr("tilewright.engine.speech.speech.speech_params", lambda _: params)
-        voices, speech = [], engine.loop.core.speech
-        start = speech.start
-        monkeypatch.setattr(speech, "start", lambda sequence, voice: (voices.append(voice), start(sequence, voice)))
+        monkeypatch.setattr("tilewright.engine.speech.scheduler.speech_params", lambda _: params)
+        sequences, scheduler = [], engine.loop.core.speech
+        add = scheduler.add
+        monkeypatch.setattr(scheduler, "add", lambda speech, answer: (sequences.append(speech), add(speech, answer)))
         greedy = {"temperature": 0, "modalities": ("text", "audio"), "voice": "chelsie"}
         answer = engine.chat(messages, **greedy, **options)
-        monkeypatch.setattr(speech, "start", start)
-        return answer, voices[0]
+        monkeypatch.setattr(scheduler, "add", add)
+        return answer, sequences[0]
 
     return ask
 
@@ -184,13 +184,13 @@ def batch_for(hearing, config, context, answer_ids, frames):
     return sayings, sayings.batch(context, 0, 1)
 
 
-def check_rows(sayings, batch, voice):
-    num_rows = voice.prompt.num_rows + len(voice.frames)
-    assert batch.text_ids[0].tolist() == [voice.text_id(row) for row in range(num_rows)]
-    assert batch.codec_ids[batch.codec_ids >= 0].tolist() == list(voice.prompt.codec_ids)
-    assert batch.asked_from == voice.prompt.num_rows - 1
-    assert np.array_equal(voice.prompt.positions, np.tile(np.arange(voice.prompt.num_rows), (3, 1)))
-    assert batch.first[0].tolist() == [*(codes[0] for codes in voice.frames), sayings.codec.eos]
+def check_rows(sayings, batch, speech):
+    num_rows = speech.prompt.num_rows + len(speech.frames)
+    assert batch.text_ids[0].tolist() == [speech.text_id(row) for row in range(num_rows)]
+    assert batch.codec_ids[batch.codec_ids >= 0].tolist() == list(speech.prompt.codec_ids)
+    assert batch.asked_from == speech.prompt.num_rows - 1
+    assert np.array_equal(speech.prompt.positions, np.tile(np.arange(speech.prompt.num_rows), (3, 1)))
+    assert batch.first[0].tolist() == [*(codes[0] for codes in speech.frames), sayings.codec.eos]
 
 
 def check_codes(talker, table, sayings, batch, frames):
@@ -208,22 +208,22 @@ def table(hearing):
 
 def test_training_sees_the_rows_that_are_served(spoken, hearing, config, talker, table):
     messages = [{"role": "assistant", "content": "Blue."}]
-    _, voice = spoken(messages, max_tokens=1, continue_final_message=True)
-    sayings, batch = batch_for(hearing, config, (), None, voice.frames)
-    check_rows(sayings, batch, voice)
-    check_codes(talker, table, sayings, batch, voice.frames)
+    _, speech = spoken(messages, max_tokens=1, continue_final_message=True)
+    sayings, batch = batch_for(hearing, config, (), None, speech.frames)
+    check_rows(sayings, batch, speech)
+    check_codes(talker, table, sayings, batch, speech.frames)
 
 
 def test_training_sees_the_rows_that_are_served_after_a_sound(spoken, hearing, config, talker, table, engine):
     noise = np.random.default_rng(0).integers(-9000, 9000, 16_000).astype(np.float32) / 32768
     sound = {"type": "audio", "audio": noise}
     messages = [{"role": "user", "content": [sound, {"type": "text", "text": "What is said?"}]}]
-    _, voice = spoken(messages, max_tokens=6)
-    assert len(voice.prompt.media_rows) > 5
+    _, speech = spoken(messages, max_tokens=6)
+    assert len(speech.prompt.media_rows) > 5
     ids = tuple(engine.loaded.processor.chat(messages).token_ids)
-    sayings, batch = batch_for(hearing, config, ids[:-3], voice.text_ids, voice.frames)
-    check_rows(sayings, batch, voice)
-    check_codes(talker, table, sayings, batch, voice.frames)
+    sayings, batch = batch_for(hearing, config, ids[:-3], speech.text_ids, speech.frames)
+    check_rows(sayings, batch, speech)
+    check_codes(talker, table, sayings, batch, speech.frames)
 
 
 def test_contexts_are_what_users_send(hearing, engine):
@@ -239,7 +239,7 @@ def test_contexts_are_what_users_send(hearing, engine):
 
 def test_transformers_says_the_same(spoken, whole, engine, config):
     messages = [{"role": "user", "content": "What is said?"}]
-    ours, voice = spoken(messages, max_tokens=6)
+    ours, speech = spoken(messages, max_tokens=6)
     ids = torch.tensor([engine.loaded.processor.chat(messages).token_ids])
     with torch.no_grad():
         sequences, samples = whole.generate(
@@ -253,7 +253,7 @@ def test_transformers_says_the_same(spoken, whole, engine, config):
             talker_max_new_tokens=MAX_FRAMES + 1,  # the last of which it does not complete
         )
     assert sequences[0, ids.shape[1] :].tolist() == list(ours.token_ids)
-    assert samples.shape[-1] == len(ours.audio) == len(voice.frames) * 960 - 555
+    assert samples.shape[-1] == len(ours.audio) == len(speech.frames) * 960 - 555
     assert np.abs(ours.audio - samples[0, 0].numpy()).max() < 1e-3
 
 

@@ -19,8 +19,8 @@ from tilewright.engine.schedule.resources import SequenceResources
 from tilewright.engine.schedule.scheduler import Scheduler
 from tilewright.engine.schedule.sequence import Sequence
 from tilewright.engine.schedule.step import Event, Sampled, Step
-from tilewright.engine.speech.speech import Speech
-from tilewright.engine.speech.voice import Voice
+from tilewright.engine.speech.scheduler import SpeechScheduler
+from tilewright.engine.speech.sequence import SpeechSequence
 from tilewright.layers.batch import KeptStates
 from tilewright.types import Completion, Delta, FinishReason, Medium, ModelInputs, RequestError, SamplingParams
 
@@ -62,7 +62,7 @@ class EngineCore:
         eos_token_ids: Collection[int] = (),
         constraints: ConstraintCompiler | None = None,
         drafter: PredictorDrafter | None = None,
-        speech: Speech | None = None,
+        speech: SpeechScheduler | None = None,
         sends_ahead: bool = False,
     ) -> None:
         self.runner = runner
@@ -125,27 +125,27 @@ class EngineCore:
                 if not 0 <= token_id < count:
                     raise RequestError(f"{name} has token {token_id}, expected 0 to {count - 1}")
         self.scheduler.check(len(inputs.token_ids))
-        voices = [self._make_voice(inputs, params) for _ in range(params.n)] if params.voice is not None else []
+        speeches = [self._make_speech(inputs, params) for _ in range(params.n)] if params.voice is not None else []
         sequences = Sequence.for_request(request_id, inputs, params, self.eos_token_ids, submitted_s, grammar)
         stop = params.stop if grammar is None else ()  # a grammar decides where the answer ends
         for sequence in sequences:
             self._detokenizers[sequence] = Detokenizer(self.make_token_decoder(), stop, params.min_tokens)
         self.scheduler.add(sequences)
         if self.speech is not None:
-            for sequence, voice in zip(sequences, voices, strict=False):
-                self.speech.start(sequence, voice)
+            for sequence, speech in zip(sequences, speeches, strict=False):
+                self.speech.add(speech, sequence)
         return sequences
 
-    def _make_voice(self, inputs: ModelInputs, params: SamplingParams) -> Voice:
+    def _make_speech(self, inputs: ModelInputs, params: SamplingParams) -> SpeechSequence:
         if self.speech is None:
             raise RequestError(f"voice is {params.voice!r:.100}, but this model does not speak", param="voice")
-        return self.speech.make_voice(inputs, params)
+        return self.speech.make_sequence(inputs, params)
 
     def step(self) -> list[tuple[Sequence, Delta]]:
         """Run one step and return what it adds to each sequence; empty while it only computes prompts.
 
-        An error in one sequence ends only its request; `failures` has the reason. Voices run after the text, with a
-        bounded amount of work per step (engine/speech/speech.py).
+        An error in one sequence ends only its request; `failures` has the reason. Speech runs after the text, with a
+        bounded amount of work per step (engine/speech/scheduler.py).
         """
         self.step_under_way = None
         self.failures.clear()
@@ -174,35 +174,39 @@ class EngineCore:
             self._draft(self.drafter, step)
         return results
 
-    def _step_speech(self, speech: Speech, results: list[tuple[Sequence, Delta]]) -> list[tuple[Sequence, Delta]]:
-        """Return the results of the text with those of the voices. A spoken answer ends when its sound is complete.
+    def _step_speech(
+        self, speech: SpeechScheduler, results: list[tuple[Sequence, Delta]]
+    ) -> list[tuple[Sequence, Delta]]:
+        """Return the results of the text with those of speech. A spoken answer ends when its sound is complete.
 
-        A voice that fails ends only its request.
+        Speech that fails ends only its request.
         """
         for request_id in self.failures:
             speech.forget(request_id)
-        heard = [self._hear(speech, sequence, delta) for sequence, delta in results]
+        merged = [self._pass_text(speech, sequence, delta) for sequence, delta in results]
         try:
-            parts = speech.step()
-        except Exception as error:  # not caused by a single voice
-            self.failures.update({sequence.request_id: error for sequence in speech.sequences})
-            parts = []
-        for part in parts:
-            if part.error is not None:
-                self.failures.setdefault(part.sequence.request_id, part.error)
+            deltas = speech.step()
+        except Exception as error:  # not caused by a single answer
+            self.failures.update({sequence.request_id: error for sequence in speech.answers})
+            deltas = []
+        for delta in deltas:
+            sequence = delta.speech.answer
+            assert sequence is not None, "speech is added with its answer"
+            if delta.error is not None:
+                self.failures.setdefault(sequence.request_id, delta.error)
                 continue
-            reason = self._finish_reasons.pop(part.sequence, None) if part.is_done else None
-            heard.append((part.sequence, Delta(part.sequence.index, audio=part.samples, finish_reason=reason)))
+            reason = self._finish_reasons.pop(sequence, None) if delta.is_done else None
+            merged.append((sequence, Delta(sequence.index, audio=delta.samples.numpy(), finish_reason=reason)))
         for request_id in self.failures:
             self.scheduler.abort(request_id)
             speech.forget(request_id)
-        return [item for item in heard if item[0].request_id not in self.failures]
+        return [item for item in merged if item[0].request_id not in self.failures]
 
-    def _hear(self, speech: Speech, sequence: Sequence, delta: Delta) -> tuple[Sequence, Delta]:
-        """Pass a Delta's text to its voice; if it is the last, hold back finish_reason until the sound is complete."""
+    def _pass_text(self, speech: SpeechScheduler, sequence: Sequence, delta: Delta) -> tuple[Sequence, Delta]:
+        """Pass a Delta's text to speech; if it is the last, hold back finish_reason until the sound is complete."""
         if not speech.is_speaking(sequence):
             return sequence, delta
-        speech.hear(sequence, is_complete=delta.finish_reason is not None)
+        speech.set_text(sequence, is_complete=delta.finish_reason is not None)
         if delta.finish_reason is not None:
             self._finish_reasons[sequence] = delta.finish_reason
         return sequence, replace(delta, finish_reason=None)
@@ -211,7 +215,7 @@ class EngineCore:
         """End a request and return the last Delta of each unfinished sequence. Not while a step is under way."""
         ended = self.scheduler.abort(request_id)
         if self.speech is not None:
-            for sequence in self.speech.drop(request_id):
+            for sequence in self.speech.abort(request_id):
                 if sequence not in ended:  # its text is complete, its sound is not
                     sequence.finish_reason = "abort"
                     ended.append(sequence)
@@ -241,12 +245,12 @@ class EngineCore:
         if not step.chunks:
             self.runner.encode(step.encode)
             return []
-        kept = None if self.speech is None else self.speech.wanted(step)
+        kept = None if self.speech is None else self.speech.states_to_keep(step)
         if self.speech is None or kept is None:
             return self._sample(self.runner.run(step), step)
         logits = self.runner.run_and_keep(step, kept)
         assert kept.states_MD is not None
-        self.speech.take(step, kept.states_MD)
+        self.speech.store_states(step, kept.states_MD)
         return self._sample(logits, step)
 
     def _sample(self, logits: Tensor, step: Step) -> list[Sampled]:
@@ -269,7 +273,7 @@ class EngineCore:
         """Return the answer of a finished sequence."""
         assert sequence.finish_reason is not None, f"sequence {sequence.id} is {sequence.status.value}"
         params = sequence.params
-        sound = None if self.speech is None else self.speech.sound(sequence)
+        samples = None if self.speech is None else self.speech.pop_samples(sequence)
         return Completion(
             text=self._detokenizers[sequence].text,
             token_ids=tuple(sequence.output_token_ids),
@@ -279,8 +283,8 @@ class EngineCore:
             timings=sequence.timings(),
             logprobs=None if params.logprobs is None else tuple(sequence.logprobs),
             prompt_logprobs=None if params.prompt_logprobs is None else tuple(sequence.prompt_logprobs),
-            audio=sound,
-            audio_rate=None if sound is None or self.speech is None else self.speech.networks.samples_per_second,
+            audio=samples,
+            audio_rate=None if samples is None or self.speech is None else self.speech.model.samples_per_second,
         )
 
     def _deltas(self, events: list[Event]) -> list[tuple[Sequence, Delta]]:

@@ -29,13 +29,13 @@ from tilewright.engine.ranks.ranks import EngineRanks, start_ranks
 from tilewright.engine.run.executor import Executor
 from tilewright.engine.sample.sampler import PromptReader
 from tilewright.engine.schedule.step import StepLimits
+from tilewright.engine.speech.voices import voice_aliases
 from tilewright.inputs.isolation.opener import InProcessOpener, IsolatedOpener, Opener
 from tilewright.inputs.media import MediaLimits
 from tilewright.inputs.messages import TextBudget, TextLimits, has_media
 from tilewright.inputs.processor import MediaProcessor
 from tilewright.inputs.tokenizer import PIECE_CHARACTERS
 from tilewright.models.protocol import KvSpec
-from tilewright.models.speaking import voice_aliases
 from tilewright.ops import backend as ops_backend
 from tilewright.ops import platform
 from tilewright.ops.device import HOST, Device

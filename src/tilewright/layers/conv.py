@@ -133,7 +133,7 @@ class CausalConv3d:
         )
 
 
-class Stream:
+class StreamState:
     """State of one stream between pieces: for each layer the rows it reads again."""
 
     def __init__(self) -> None:
@@ -147,8 +147,8 @@ class Stream:
 class Pieces:
     """The next pieces of several streams, of equal length, while they go through a network."""
 
-    def __init__(self, streams: Sequence[Stream]) -> None:
-        self._streams = streams
+    def __init__(self, states: Sequence[StreamState]) -> None:
+        self._states = states
 
     def joined(
         self,
@@ -158,30 +158,30 @@ class Pieces:
         *,
         zeros: bool,
         multiple: int = 1,
-        bend: Snake | None = None,
+        snake: Snake | None = None,
     ) -> Tensor:
-        """Return x, or bend(x), after up to `num_before` rows before it; keep the last `num_before` for the next piece.
+        """Return x, or snake(x), after up to `num_before` rows before it; keep the last `num_before` for the next piece.
 
         At the beginning of a stream there are none, or as many rows of zeros. x is padded with zeros to a `multiple` of
         rows.
         """
         batch, length, channels = x_BTC.shape
-        first = self._streams[0].rows.get(layer)
+        first = self._states[0].rows.get(layer)
         num_earlier = len(first) if first is not None else num_before if zeros else 0
         end = num_earlier + length
         joined = empty((batch, end + -end % multiple, channels), x_BTC.dtype)
         new = joined[:, num_earlier:end]
-        if bend is None:
+        if snake is None:
             new.copy_(x_BTC)
         else:
-            bend(x_BTC, out=new)
+            snake(x_BTC, out=new)
         joined[:, end:].zero_()
-        for stream, rows in zip(self._streams, joined, strict=True):
-            if layer in stream.rows:
-                rows[:num_earlier] = stream.rows[layer]
+        for state, rows in zip(self._states, joined, strict=True):
+            if layer in state.rows:
+                rows[:num_earlier] = state.rows[layer]
             else:
                 rows[:num_earlier].zero_()
-            stream.rows[layer] = rows[max(end - num_before, 0) : end].clone()
+            state.rows[layer] = rows[max(end - num_before, 0) : end].clone()
         return joined
 
 
@@ -203,14 +203,14 @@ class CausalConv1d:
         self.kernel, self.dilation, self.out_channels = kernel, dilation, out_channels
         self.weight = ConvWeight(name, out_channels, in_channels, (kernel,))
 
-    def __call__(self, x_BTC: Tensor, pieces: Pieces, *, bend: Snake | None = None) -> Tensor:
-        """Return conv(x), or conv(bend(x)), [B, T, O].
+    def __call__(self, x_BTC: Tensor, pieces: Pieces, *, snake: Snake | None = None) -> Tensor:
+        """Return conv(x), or conv(snake(x)), [B, T, O].
 
         It is computed as a convolution of a picture whose columns are the `dilation` phases, which do not mix.
         """
         batch, length, channels = x_BTC.shape
         num_before = (self.kernel - 1) * self.dilation
-        x_BTC = pieces.joined(self, x_BTC, num_before, zeros=True, multiple=self.dilation, bend=bend)
+        x_BTC = pieces.joined(self, x_BTC, num_before, zeros=True, multiple=self.dilation, snake=snake)
         out = conv2d(x_BTC.view(batch, -1, self.dilation, channels), self.weight.value)
         return out.view(batch, -1, self.out_channels)[:, :length]
 
@@ -240,8 +240,8 @@ class TransposedConv1d:
         self.taps, self.stride, self.out_channels = kernel // stride, stride, out_channels
         self.weight = TransposedConvWeight(name, in_channels, out_channels, self.taps, stride)
 
-    def __call__(self, x_BTC: Tensor, pieces: Pieces, *, bend: Snake | None = None) -> Tensor:
-        x_BTC = pieces.joined(self, x_BTC, self.taps - 1, zeros=False, bend=bend)
+    def __call__(self, x_BTC: Tensor, pieces: Pieces, *, snake: Snake | None = None) -> Tensor:
+        x_BTC = pieces.joined(self, x_BTC, self.taps - 1, zeros=False, snake=snake)
         batch, length, _ = x_BTC.shape
         if length < self.taps:
             return x_BTC.new_empty(batch, 0, self.out_channels)

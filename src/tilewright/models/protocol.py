@@ -242,6 +242,6 @@ class Family:
     make_processor: Callable[..., Processor] | None = None  # None: text only
     # Prefix of the predictor's tensor names, which are skipped if nothing is drafted.
     predictor_prefix: str | None = None
-    # Makes the `Speaker` of its answers (models/speaking.py) from the config and tensor shapes; it returns None if the
-    # checkpoint has no voice.
+    # Makes the `SpeechModel` (models/qwen3_omni/model.py) from the config and tensor shapes, or None if the checkpoint
+    # has no voice.
     build_speech: Callable[..., Any] | None = None

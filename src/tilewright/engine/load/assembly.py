@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import cast
 
 import torch
 
@@ -28,15 +29,16 @@ from tilewright.engine.schedule.resources import SequenceResources
 from tilewright.engine.schedule.scheduler import Scheduler
 from tilewright.engine.schedule.step import StepLimits
 from tilewright.engine.speech.runner import SpeechRunner
-from tilewright.engine.speech.speech import Speech, SpeechScheduler
+from tilewright.engine.speech.scheduler import SpeechScheduler
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.models.protocol import Model
-from tilewright.models.speaking import Speaker
+from tilewright.models.qwen3_omni.model import SpeechModel
+from tilewright.models.text import DecoderModel
 
 ENCODER_CACHE_BYTES = 512 << 20
-# Pages of the talker: eight voices with prompts of 2,000 tokens that speak as long as allowed. Memory is taken only as
-# it is used; 1 GB for all rows of Qwen3-Omni-30B-A3B.
-NUM_VOICE_ROWS = 8 * 6144
+# Keys and values of the talker: eight answers with prompts of 2,000 tokens, as long as they may be. Memory is
+# taken as it is used; 1 GB for all rows of Qwen3-Omni-30B-A3B.
+NUM_TALKER_ROWS = 8 * 6144
 
 
 def build_core(
@@ -58,7 +60,7 @@ def build_core(
     replay: bool = True,
     kv_cache_dtype: str = "auto",
     ranks: EngineRanks | None = None,
-    speech: Speaker | None = None,
+    speech: SpeechModel | None = None,
 ) -> EngineCore:
     """Return the EngineCore of a loaded model, with `num_pages` pages of keys and values.
 
@@ -66,7 +68,7 @@ def build_core(
     more for encoder states, one with sliding windows `num_window_pages` for each window, one with recurrent layers
     `num_state_slots` states, one with media the `media_buffer` of its processor. At most `speculate` tokens are drafted
     ahead, by the model's predictor if it has one. `ranks` are the other ranks, each with its part of the model.
-    `speech` are the networks that speak the answers.
+    `speech` speaks its answers.
     """
     settings = RunnerSettings(
         limits,
@@ -106,23 +108,22 @@ def build_core(
         constraints=constraints,
         drafter=drafter,
         sends_ahead=executor.sends_ahead,
-        speech=None if speech is None else _make_speech(speech, model, dtype, replay and runner.device.is_host),
+        speech=None if speech is None else _speech_scheduler(speech, model, dtype, replay and runner.device.is_host),
     )
 
 
-def _make_speech(networks: Speaker, model: Model, dtype: torch.dtype, replay: bool) -> Speech:
-    """Return the voices of the engine, with pages of their own."""
-    num_pages = -(-NUM_VOICE_ROWS // PAGE_SIZE)
+def _speech_scheduler(speech: SpeechModel, model: Model, dtype: torch.dtype, replay: bool) -> SpeechScheduler:
+    """Return a scheduler of speech with pages of its own."""
+    num_pages = -(-NUM_TALKER_ROWS // PAGE_SIZE)
     runner = SpeechRunner(
-        networks.talker,
-        networks.code2wav,
-        networks.embed_of(model),
+        speech,
+        speech.thinker_embeddings(cast(DecoderModel, model)),
         num_pages=num_pages,
         page_size=PAGE_SIZE,
         dtype=dtype,
         replay=replay,
     )
-    return Speech(networks, SpeechScheduler(runner))
+    return SpeechScheduler(runner)
 
 
 def _first_runner(

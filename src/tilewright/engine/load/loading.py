@@ -23,8 +23,8 @@ from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.layers import partition, precision
 from tilewright.layers.partition import Partition
 from tilewright.models.protocol import Family, Model, Processor
+from tilewright.models.qwen3_omni.model import SpeechModel
 from tilewright.models.registry import family_of
-from tilewright.models.speaking import Speaker
 from tilewright.models.text_config import config_as_stored
 from tilewright.ops.linear import linear, pack_weight
 from tilewright.ops.packed import weight_format
@@ -58,7 +58,7 @@ class LoadedModel:
     dtype: torch.dtype
     sampling_defaults: Mapping[str, Any]  # recommended by the checkpoint's authors
     report: LoadReport
-    speech: Speaker | None = None  # the networks that speak its answers, on this rank only
+    speech: SpeechModel | None = None  # on this rank alone
 
 
 def load_network(
@@ -161,8 +161,8 @@ def load_model(
 
 def load_speech(
     network: Network, *, quantize: str | None = None, pack_cache: bool = True, is_split: bool = False
-) -> Speaker | None:
-    """Load the networks that speak a model's answers, whole on this rank; None if its checkpoint has no voice.
+) -> SpeechModel | None:
+    """Return the networks that speak a model's answers, whole on this rank; None where its checkpoint has no voice.
 
     `is_split`: the model is split over ranks, and its table of token embeddings with it.
     """
@@ -170,7 +170,7 @@ def load_speech(
         return None
     formats = precision.named(quantize)
     with partition.use(Partition(SingleGroup(), formats.block)), precision.use(formats):
-        speech = network.family.build_speech(network.config, network.checkpoint.shapes, has_table=is_split)
+        speech = network.family.build_speech(network.config, network.checkpoint.shapes, owns_embeddings=is_split)
     if speech is not None:
         load(
             speech,

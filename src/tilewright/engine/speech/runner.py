@@ -1,80 +1,79 @@
-"""Computes speech: rows of the talker for several voices at once, frames of codes, and pieces of samples.
+"""Computes speech: rows of the talker for several sequences at once, frames of codes, and pieces of samples.
 
-A frame is a step of the talker and one pass of the code predictor per further code, each of a few rows: some thousand
-kernel calls of microseconds. It is recorded once per number of voices, draws of the codes included, then replayed, so
-that Python runs twice per frame.
+A frame is a step of the talker and as many passes of the code predictor as it has further codes, each of a few rows:
+some thousand kernel calls of microseconds. It is recorded once for each number of sequences, the sampling of codes
+included, then replayed, so that Python runs twice a frame.
 
-Legend of shape suffixes: T packed rows, D the talker's width, B voices whose next code is drawn, Q codes of a frame, V
-the codec's vocabulary, A rope axes.
+Legend of shape suffixes: T packed rows, D the talker's width, B sequences whose next code is sampled, Q codes of a
+frame, V the codec's vocabulary, A rope axes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewright.engine.run.replay import MAX_RECORDED_TOKENS, RecordedSteps
-from tilewright.engine.speech.voice import CODE_TOP_K, CODE_TOP_P, Voice
+from tilewright.engine.speech.sequence import CODE_TOP_K, CODE_TOP_P, SpeechSequence
 from tilewright.layers.batch import Batch
-from tilewright.models.speaking import Choose, Embed, Talking, WaveDecoder
+from tilewright.models.qwen3_omni.model import SpeechModel
+from tilewright.models.qwen3_omni.talker import Embed, SampleCodes, Talker
 from tilewright.ops import backend
 from tilewright.ops import sample as ops
 from tilewright.ops.attention import KvCache
 from tilewright.ops.plan import Arena
 
 
-class CodeDraws:
-    """Sampling parameters of the codes after the first, for a number of voices, in memory with a fixed address."""
+class CodeSampler:
+    """Samples the codes after the first of so many sequences' frames, with parameters in memory that stays in place."""
 
-    def __init__(self, num_voices: int, num_codes: int) -> None:
-        self.temperature = torch.zeros(num_voices)
-        self.uniform = torch.zeros(num_codes - 1, num_voices, dtype=torch.float64)
-        self._top_k = torch.full((num_voices,), CODE_TOP_K)
-        self._top_p = torch.full((num_voices,), CODE_TOP_P)
-        self._min_p = torch.zeros(num_voices)
-        self._codes = torch.empty(num_codes - 1, num_voices, dtype=torch.int64)
-        self._numbers = self.temperature.numpy(), self.uniform.numpy()
+    def __init__(self, num_sequences: int, num_codes: int) -> None:
+        self._temperature = torch.zeros(num_sequences)
+        self._uniform = torch.zeros(num_codes - 1, num_sequences, dtype=torch.float64)
+        self._top_k = torch.full((num_sequences,), CODE_TOP_K)
+        self._top_p = torch.full((num_sequences,), CODE_TOP_P)
+        self._min_p = torch.zeros(num_sequences)
+        self._codes = torch.empty(num_codes - 1, num_sequences, dtype=torch.int64)
 
-    def fill(self, voices: Sequence[Voice]) -> None:
-        """Set the parameters and random numbers for these voices' next frames."""
-        temperature, uniform = self._numbers
-        temperature[:] = [0.0 if voice.params.temperature == 0 else 1.0 for voice in voices]
-        uniform[:] = [[voice.uniform(place + 1) for voice in voices] for place in range(len(uniform))]
+    def fill(self, sequences: Sequence[SpeechSequence]) -> None:
+        """Set temperatures and random numbers for the next frames of these sequences."""
+        temperature, uniform = self._temperature.numpy(), self._uniform.numpy()
+        temperature[:] = [0.0 if sequence.params.temperature == 0 else 1.0 for sequence in sequences]
+        uniform[:] = [[sequence.uniform(place + 1) for sequence in sequences] for place in range(len(uniform))]
 
-    def choose(self, logits: Tensor, place: int) -> Tensor:
-        """Return the codes at this place of the frames, int64 [B]: one kernel call if logits are on the CPU."""
-        uniform, out = self.uniform[place - 1], self._codes[place - 1]
-        return ops.sample(logits.cpu(), self.temperature, self._top_k, self._top_p, self._min_p, uniform, out=out)
+    def sample(self, logits: Tensor, place: int) -> Tensor:
+        """Return the codes at this place of the frames, int64 [B]: one kernel call where logits are on the CPU."""
+        uniform, out = self._uniform[place - 1], self._codes[place - 1]
+        return ops.sample(logits.cpu(), self._temperature, self._top_k, self._top_p, self._min_p, uniform, out=out)
 
 
-class _Rows:
-    """One row of each voice, as the talker reads it."""
+class _StepInputs:
+    """One row of each of so many sequences, as the talker reads it, in memory that stays in place."""
 
-    def __init__(self, num_voices: int, num_pages: int, num_axes: int, width: int, dtype: torch.dtype) -> None:
-        self.text_ids = torch.zeros(num_voices, dtype=torch.int64)
-        self.codec_BD = torch.empty(num_voices, width, dtype=dtype)
-        self.positions = torch.zeros(num_axes, num_voices, dtype=torch.int64)
-        self.slots = torch.zeros(num_voices, dtype=torch.int64)
-        self.query_starts = torch.arange(num_voices + 1, dtype=torch.int32)
-        self.kv_lengths = torch.zeros(num_voices, dtype=torch.int32)
-        self.block_table = torch.zeros(num_voices, num_pages, dtype=torch.int32)
-        self.frame_TD = torch.empty(2 * num_voices, width, dtype=dtype)
+    def __init__(self, num_sequences: int, num_pages: int, num_axes: int, width: int, dtype: torch.dtype) -> None:
+        self.text_ids = torch.zeros(num_sequences, dtype=torch.int64)
+        self.codec_BD = torch.empty(num_sequences, width, dtype=dtype)
+        self.positions = torch.zeros(num_axes, num_sequences, dtype=torch.int64)
+        self.slots = torch.zeros(num_sequences, dtype=torch.int64)
+        self.query_starts = torch.arange(num_sequences + 1, dtype=torch.int32)
+        self.kv_lengths = torch.zeros(num_sequences, dtype=torch.int32)
+        self.block_table = torch.zeros(num_sequences, num_pages, dtype=torch.int32)
+        self.frame_TD = torch.empty(2 * num_sequences, width, dtype=dtype)
 
-    def fill(self, voices: Sequence[Voice], page_size: int) -> None:
-        places = [voice.num_computed for voice in voices]
-        self.text_ids.numpy()[:] = [voice.text_id(place) for voice, place in zip(voices, places, strict=True)]
-        self.positions.numpy()[:] = [voice.position(place) for voice, place in zip(voices, places, strict=True)]
-        self.kv_lengths.numpy()[:] = [place + 1 for place in places]
+    def fill(self, sequences: Sequence[SpeechSequence], page_size: int) -> None:
+        self.text_ids.numpy()[:] = [sequence.text_id(sequence.num_computed) for sequence in sequences]
+        self.positions.numpy()[:] = [sequence.position(sequence.num_computed) for sequence in sequences]
+        self.kv_lengths.numpy()[:] = [sequence.num_computed + 1 for sequence in sequences]
         table, slots = self.block_table.numpy(), self.slots.numpy()
-        for i, (voice, place) in enumerate(zip(voices, places, strict=True)):
-            assert voice.codec_row is not None
-            self.codec_BD[i] = voice.codec_row
-            table[i, : len(voice.pages)] = voice.pages
-            slots[i] = voice.pages[place // page_size] * page_size + place % page_size
+        for i, sequence in enumerate(sequences):
+            assert sequence.codec_row is not None
+            self.codec_BD[i] = sequence.codec_row
+            table[i, : len(sequence.pages)] = sequence.pages
+            page, offset = divmod(sequence.num_computed, page_size)
+            slots[i] = sequence.pages[page] * page_size + offset
 
     def batch(self, kv_caches: Sequence[KvCache]) -> Batch:
         return Batch(
@@ -89,11 +88,11 @@ class _Rows:
 
 
 class RecordedFrames:
-    """Recordings of the talker's steps and the code predictor's frames, by number of voices."""
+    """The talker's steps and the code predictor's frames, recorded by the number of sequences."""
 
     def __init__(
         self,
-        talker: Talking,
+        talker: Talker,
         embed: Embed,
         kv_caches: Sequence[KvCache],
         *,
@@ -104,58 +103,63 @@ class RecordedFrames:
     ) -> None:
         self._talker, self._embed, self._kv_caches = talker, embed, kv_caches
         self._num_pages, self._page_size, self._dtype = num_pages, page_size, dtype
-        self._rows: dict[int, _Rows] = {}
+        self._inputs: dict[int, _StepInputs] = {}
         self._steps: RecordedSteps[tuple[Tensor, Tensor]] = RecordedSteps(arena)
         self._frames: RecordedSteps[tuple[list[Tensor], list[Tensor]]] = RecordedSteps(arena)
 
-    def step(self, voices: Sequence[Voice]) -> tuple[Tensor, Tensor]:
-        """Return hidden states [B, D] and fp32 logits [B, V] of the next row of each voice, until the next call."""
-        count = len(voices)
-        rows = self._rows_for(count)
-        rows.fill(voices, self._page_size)
+    def step(self, sequences: Sequence[SpeechSequence]) -> tuple[Tensor, Tensor]:
+        """Return hidden states [B, D] and fp32 logits [B, V] of the next row of each sequence.
+
+        They are overwritten by the next call of either method.
+        """
+        count = len(sequences)
+        inputs = self._inputs_for(count)
+        inputs.fill(sequences, self._page_size)
 
         def compute() -> tuple[Tensor, Tensor]:
-            return self._talker.step(self._embed, rows.text_ids, rows.codec_BD, rows.batch(self._kv_caches))
+            return self._talker.step(self._embed, inputs.text_ids, inputs.codec_BD, inputs.batch(self._kv_caches))
 
         return self._steps.run((count,), compute)
 
-    def predict(self, x_TD: Tensor, choose: Choose) -> tuple[list[Tensor], list[Tensor]]:
-        """Run the code predictor's `predict`. `choose` must be equal for equal numbers of voices, and a kernel call."""
-        frame_TD = self._rows_for(len(x_TD) // 2).frame_TD
+    def predict(self, x_TD: Tensor, sample: SampleCodes) -> tuple[list[Tensor], list[Tensor]]:
+        """Do what `CodePredictor.predict` does, recorded: `sample` is the one of this number of sequences."""
+        frame_TD = self._inputs_for(len(x_TD) // 2).frame_TD
         frame_TD.copy_(x_TD)
-        return self._frames.run((len(x_TD),), lambda: self._talker.code_predictor.predict(frame_TD, choose))
+        return self._frames.run((len(x_TD),), lambda: self._talker.code_predictor.predict(frame_TD, sample))
 
-    def _rows_for(self, count: int) -> _Rows:
-        if count not in self._rows:
-            talker = self._talker
-            self._rows[count] = _Rows(count, self._num_pages, talker.num_position_axes, talker.width, self._dtype)
-        return self._rows[count]
+    def _inputs_for(self, count: int) -> _StepInputs:
+        if count not in self._inputs:
+            num_axes, width = self._talker.num_position_axes, self._talker.width
+            self._inputs[count] = _StepInputs(count, self._num_pages, num_axes, width, self._dtype)
+        return self._inputs[count]
 
 
 Frame = tuple[list[int], Tensor]  # its codes, and its codec row for the next step
 
 
 @dataclass(frozen=True)
-class TalkerRows:
-    """Rows [begin, end) of a voice, computed in one step."""
+class TalkerChunk:
+    """Rows [begin, end) of a sequence, to be computed in one step."""
 
-    voice: Voice
+    sequence: SpeechSequence
     begin: int
     end: int
 
     @property
-    def is_asked(self) -> bool:
-        """Return whether a code is drawn after the last of them."""
-        return self.end >= self.voice.prompt.num_rows
+    def needs_frame(self) -> bool:
+        """Whether a frame follows the last of the rows."""
+        return self.end >= self.sequence.prompt.num_rows
 
 
 class SpeechRunner:
-    """The networks that speak, with the talker's keys and values. `embed` looks ids up in the thinker's table."""
+    """Runs the talker, the code predictor and code2wav, with the talker's keys and values. `SpeechScheduler` holds it.
+
+    `embed` gives rows of the thinker's token embeddings.
+    """
 
     def __init__(
         self,
-        talker: Talking,
-        code2wav: WaveDecoder,
+        model: SpeechModel,
         embed: Embed,
         *,
         num_pages: int,
@@ -163,16 +167,16 @@ class SpeechRunner:
         dtype: torch.dtype,
         replay: bool = True,
     ) -> None:
-        self.talker, self.code2wav = talker, code2wav
+        self.model, self.talker = model, model.talker
         self._embed = embed
         self.page_size, self.num_pages = page_size, num_pages
-        self._caches = talker.kv_spec.empty_caches(num_pages, page_size, dtype)
+        self._caches = self.talker.kv_spec.empty_caches(num_pages, page_size, dtype)
         self._arena = Arena()
-        self._draws: dict[int, CodeDraws] = {}  # by the number of voices
+        self._code_samplers: dict[int, CodeSampler] = {}  # by the number of sequences
         self._recorded: RecordedFrames | None = None
         if replay:
             self._recorded = RecordedFrames(
-                talker,
+                self.talker,
                 embed,
                 self._caches,
                 num_pages=num_pages,
@@ -180,91 +184,93 @@ class SpeechRunner:
                 dtype=dtype,
                 arena=self._arena,
             )
-        self._is_banned = torch.zeros(talker.vocab_size, dtype=torch.bool)
-        self._is_banned[list(talker.never_said)] = True
+        self._is_suppressed = torch.zeros(self.talker.vocab_size, dtype=torch.bool)
+        self._is_suppressed[list(self.talker.suppressed_ids)] = True
 
     @torch.inference_mode()
-    def speak(self, rows: Sequence[TalkerRows]) -> None:
-        """Compute rows of voices. A voice whose code is drawn gains a frame, or is finished.
+    def compute_frames(self, chunks: Sequence[TalkerChunk]) -> None:
+        """Compute rows of sequences. A sequence whose chunk needs a frame gains one, or is finished.
 
-        If it raises, every voice is unchanged: computing the same rows again writes the same keys and values, and draws
-        the same codes.
+        Where it raises, every sequence is as it was: the same rows write the same keys and values, and the same codes
+        are sampled, when they are computed again.
         """
-        hidden_BD, logits_BV = self._step(rows)
-        asked = [item.voice for item in rows if item.is_asked]
-        frames = self._frames(hidden_BD, logits_BV, asked) if asked else []
-        for item in rows:
-            item.voice.num_computed = item.end
-        for voice, frame in zip(asked, frames, strict=True):
+        hidden_BD, logits_BV = self._step(chunks)
+        sequences = [chunk.sequence for chunk in chunks if chunk.needs_frame]
+        frames = self._frames(hidden_BD, logits_BV, sequences) if sequences else []
+        for chunk in chunks:
+            chunk.sequence.num_computed = chunk.end
+        for sequence, frame in zip(sequences, frames, strict=True):
             if frame is None:
-                voice.is_finished = True
+                sequence.is_finished = True
             else:
-                voice.say(*frame)
+                sequence.append_frame(*frame)
 
     @torch.inference_mode()
-    def decode(self, pieces: Sequence[tuple[Any, Sequence[Sequence[int]]]]) -> list[Tensor]:
-        """Return the samples of each stream's next frames, fp32 [n]. If it raises, streams are unchanged."""
+    def decode(self, pieces: Sequence[tuple[SpeechSequence, Sequence[Sequence[int]]]]) -> list[Tensor]:
+        """Return the samples of each sequence's next frames, fp32 [n]. Where it raises, the sequences are as before."""
         codes = [torch.tensor(frames, device=backend.device()) for _, frames in pieces]
+        states = [sequence.code2wav_state for sequence, _ in pieces]
         with self._arena.use():
-            return [samples.cpu() for samples in self.code2wav.decode(codes, [stream for stream, _ in pieces])]
+            return [samples.cpu() for samples in self.model.code2wav.decode(codes, states)]
 
-    def _step(self, rows: Sequence[TalkerRows]) -> tuple[Tensor, Tensor]:
-        """Return the hidden states that the talker's head reads, and the logits, until the next step."""
-        is_one_each = all(item.begin >= item.voice.prompt.num_rows for item in rows)
-        if self._recorded is not None and is_one_each and len(rows) <= MAX_RECORDED_TOKENS:
-            return self._recorded.step([item.voice for item in rows])
+    def _step(self, chunks: Sequence[TalkerChunk]) -> tuple[Tensor, Tensor]:
+        """Return hidden states and logits of the rows that a frame follows; the next step overwrites them."""
+        is_one_each = all(chunk.begin >= chunk.sequence.prompt.num_rows for chunk in chunks)
+        if self._recorded is not None and is_one_each and len(chunks) <= MAX_RECORDED_TOKENS:
+            return self._recorded.step([chunk.sequence for chunk in chunks])
         with self._arena.use():
-            hidden_BD = self.talker.hidden(self._inputs(rows), self._batch(rows))
+            hidden_BD = self.talker.hidden(self._inputs(chunks), self._batch(chunks))
             return hidden_BD, self.talker.logits(hidden_BD)
 
-    def _frames(self, hidden_BD: Tensor, logits_BV: Tensor, voices: Sequence[Voice]) -> list[Frame | None]:
-        """Return the next frame of each voice; None if its code is the end."""
-        codes = self._first_codes(logits_BV, voices)
-        goes_on = codes != self.talker.end_id
+    def _frames(self, hidden_BD: Tensor, logits_BV: Tensor, sequences: Sequence[SpeechSequence]) -> list[Frame | None]:
+        """Return the next frame of each sequence; None where the sampled code is the end."""
+        codes = self._first_codes(logits_BV, sequences)
+        goes_on = codes != self.talker.eos_id
         is_going = goes_on.tolist()
-        going = [voice for voice, goes in zip(voices, is_going, strict=True) if goes]
+        going = [sequence for sequence, goes in zip(sequences, is_going, strict=True) if goes]
         if not going:
-            return [None] * len(voices)
+            return [None] * len(sequences)
         frames = iter(self._complete(hidden_BD[goes_on.to(hidden_BD.device)], codes[goes_on], going))
         return [next(frames) if goes else None for goes in is_going]
 
-    def _complete(self, hidden_BD: Tensor, codes_B: Tensor, voices: Sequence[Voice]) -> list[Frame]:
-        """Return the frames with these first codes."""
-        count = len(voices)
-        if count not in self._draws:
-            self._draws[count] = CodeDraws(count, self.talker.code_predictor.num_codes)
-        draws = self._draws[count]
-        draws.fill(voices)
+    def _complete(self, hidden_BD: Tensor, codes_B: Tensor, sequences: Sequence[SpeechSequence]) -> list[Frame]:
+        """Return the frames that begin with these codes."""
+        count = len(sequences)
+        if count not in self._code_samplers:
+            self._code_samplers[count] = CodeSampler(count, self.talker.code_predictor.num_codes)
+        sampler = self._code_samplers[count]
+        sampler.fill(sequences)
         predict = None if self._recorded is None or count > MAX_RECORDED_TOKENS else self._recorded.predict
-        frames, rows = self.talker.complete_frames(hidden_BD, codes_B.to(hidden_BD.device), draws.choose, predict)
+        frames, rows = self.talker.complete_frames(hidden_BD, codes_B.to(hidden_BD.device), sampler.sample, predict)
         return list(zip(frames.tolist(), rows, strict=True))
 
-    def _first_codes(self, logits_BV: Tensor, voices: Sequence[Voice]) -> Tensor:
-        """Return the next first code of each voice, int64 [B]."""
+    def _first_codes(self, logits_BV: Tensor, sequences: Sequence[SpeechSequence]) -> Tensor:
+        """Return the first code of each sequence's next frame, int64 [B]."""
         logits = logits_BV.cpu()
-        logits[:, self._is_banned] = -torch.inf
-        said = [torch.tensor(sorted({frame[0] for frame in voice.frames}), dtype=torch.int64) for voice in voices]
-        count = len(voices)
+        logits[:, self._is_suppressed] = -torch.inf
+        firsts = ({frame[0] for frame in sequence.frames} for sequence in sequences)
+        earlier = [torch.tensor(sorted(codes), dtype=torch.int64) for codes in firsts]
+        count = len(sequences)
         ops.penalize(
             logits,
-            torch.tensor([0, *(len(codes) for codes in said)]).cumsum(0),
-            torch.cat(said),
-            torch.ones(sum(len(codes) for codes in said), dtype=torch.int32),
-            torch.tensor([voice.params.repetition_penalty for voice in voices]),
+            torch.tensor([0, *(len(codes) for codes in earlier)]).cumsum(0),
+            torch.cat(earlier),
+            torch.ones(sum(len(codes) for codes in earlier), dtype=torch.int32),
+            torch.tensor([sequence.params.repetition_penalty for sequence in sequences]),
             torch.zeros(count),
             torch.zeros(count),
         )
         return ops.sample(
             logits,
-            torch.tensor([voice.params.temperature for voice in voices]),
-            torch.tensor([voice.params.top_k for voice in voices]),
-            torch.tensor([voice.params.top_p for voice in voices]),
+            torch.tensor([sequence.params.temperature for sequence in sequences]),
+            torch.tensor([sequence.params.top_k for sequence in sequences]),
+            torch.tensor([sequence.params.top_p for sequence in sequences]),
             torch.zeros(count),
-            torch.tensor([voice.uniform(0) for voice in voices], dtype=torch.float64),
+            torch.tensor([sequence.uniform(0) for sequence in sequences], dtype=torch.float64),
         )
 
-    def _inputs(self, rows: Sequence[TalkerRows]) -> Tensor:
-        """Return the talker's inputs [T, D]: embedded text or states of media, plus codec rows."""
+    def _inputs(self, chunks: Sequence[TalkerChunk]) -> Tensor:
+        """Return the talker's inputs [T, D]: text rows or projected states of media, plus codec rows."""
         device = backend.device()
         text_ids: list[int] = []
         media: list[tuple[int, Tensor]] = []  # the first row, states
@@ -273,20 +279,20 @@ class SpeechRunner:
         codec_ids: list[int] = []
         frame_rows: list[int] = []
         frames: list[Tensor] = []
-        for item in rows:
-            voice, first = item.voice, len(text_ids) - item.begin
-            for row in range(item.begin, item.end):
-                text_id = voice.text_id(row)
+        for chunk in chunks:
+            sequence, first = chunk.sequence, len(text_ids) - chunk.begin
+            for row in range(chunk.begin, chunk.end):
+                text_id = sequence.text_id(row)
                 assert text_id is not None, "a row is computed before its text is written"
                 text_ids.append(text_id)
-                if row >= voice.prompt.num_rows:
-                    assert voice.codec_row is not None
+                if row >= sequence.prompt.num_rows:
+                    assert sequence.codec_row is not None
                     frame_rows.append(first + row)
-                    frames.append(voice.codec_row)
-                elif (codec_id := voice.prompt.codec_id(row)) is not None:
+                    frames.append(sequence.codec_row)
+                elif (codec_id := sequence.prompt.codec_id(row)) is not None:
                     codec_rows.append(first + row)
                     codec_ids.append(codec_id)
-            places, states = voice.media_state_rows(item.begin, item.end)
+            places, states = sequence.media_state_rows(chunk.begin, chunk.end)
             if states is not None:
                 media_rows += [first + place for place in places]
                 media.append((first, states))
@@ -299,31 +305,31 @@ class SpeechRunner:
             x_TD[frame_rows] += torch.stack(frames)
         return x_TD
 
-    def _batch(self, rows: Sequence[TalkerRows]) -> Batch:
+    def _batch(self, chunks: Sequence[TalkerChunk]) -> Batch:
         device, page_size = backend.device(), self.page_size
         positions, slots = [], []
-        for item in rows:
-            voice, prompt = item.voice, item.voice.prompt
+        for chunk in chunks:
+            sequence, prompt = chunk.sequence, chunk.sequence.prompt
             positions.append(
-                torch.from_numpy(prompt.positions[:, item.begin : item.end])
-                if item.end <= prompt.num_rows
-                else torch.full((self.talker.num_position_axes, 1), voice.position(item.begin))
+                torch.from_numpy(prompt.positions[:, chunk.begin : chunk.end])
+                if chunk.end <= prompt.num_rows
+                else torch.full((self.talker.num_position_axes, 1), sequence.position(chunk.begin))
             )
-            places = torch.arange(item.begin, item.end)
-            slots.append(torch.tensor(voice.pages)[places // page_size] * page_size + places % page_size)
-        counts = [item.end - item.begin for item in rows]
+            places = torch.arange(chunk.begin, chunk.end)
+            slots.append(torch.tensor(sequence.pages)[places // page_size] * page_size + places % page_size)
+        counts = [chunk.end - chunk.begin for chunk in chunks]
         ends = torch.tensor(counts).cumsum(0)
-        table = torch.zeros(len(rows), max(len(item.voice.pages) for item in rows), dtype=torch.int32)
-        for pages, item in zip(table, rows, strict=True):
-            pages[: len(item.voice.pages)] = torch.tensor(item.voice.pages)
-        asked = [end - 1 for end, item in zip(ends.tolist(), rows, strict=True) if item.is_asked]
+        table = torch.zeros(len(chunks), max(len(chunk.sequence.pages) for chunk in chunks), dtype=torch.int32)
+        for pages, chunk in zip(table, chunks, strict=True):
+            pages[: len(chunk.sequence.pages)] = torch.tensor(chunk.sequence.pages)
+        ends_with_frame = [end - 1 for end, chunk in zip(ends.tolist(), chunks, strict=True) if chunk.needs_frame]
         return Batch(
             token_ids_T=torch.zeros(sum(counts), dtype=torch.int64, device=device),
             positions_AT=torch.cat(positions, dim=1).contiguous().to(device),
             slots_T=torch.cat(slots).to(device),
             query_starts=torch.tensor([0, *ends.tolist()], dtype=torch.int32, device=device),
-            kv_lengths=torch.tensor([item.end for item in rows], dtype=torch.int32, device=device),
+            kv_lengths=torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32, device=device),
             block_table=table.to(device),
             kv_caches=self._caches,
-            logit_rows=torch.tensor(asked, dtype=torch.int64, device=device),
+            logit_rows=torch.tensor(ends_with_frame, dtype=torch.int64, device=device),
         )

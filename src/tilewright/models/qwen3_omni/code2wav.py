@@ -1,10 +1,10 @@
 """Turns codes into samples: a transformer over frames of codes, then convolutions that upsample to a waveform.
 
-A stream of frames may come in pieces, whose samples are those of the whole, bit for bit: each layer keeps the rows it
-reads again (`Stream`), bounded by attention's window and the convolutions' kernels. Samples come a little late: a
-transposed convolution returns rows once all their inputs are known.
+The frames of a sequence may come in pieces, whose samples are those of the whole, bit for bit: each layer keeps the
+rows it reads again (`StreamState`), bounded by attention's window and the convolutions' kernels. Samples come a little
+late: a transposed convolution returns rows once all their inputs are known.
 
-Legend of shape suffixes: B streams, T frames or rows, Q codes of a frame, C channels, H heads, G kv heads, K head
+Legend of shape suffixes: B sequences, T frames or rows, Q codes of a frame, C channels, H heads, G kv heads, K head
 width.
 """
 
@@ -26,7 +26,7 @@ from tilewright.layers.conv import (
     Pieces,
     PointwiseConv1d,
     Snake,
-    Stream,
+    StreamState,
     TransposedConv1d,
 )
 from tilewright.layers.decoder import DecoderLayer, LayerSpec, hidden_norm, ropes_of
@@ -48,8 +48,11 @@ KERNEL = 7
 NORM_EPS = 1e-6  # of the ConvNeXt blocks
 
 
-class WaveStream(Stream):
-    """The decoding state of one voice: what its layers keep, and its numbers of frames and samples so far."""
+class Code2WavState(StreamState):
+    """The decoding state of one sequence: what its layers keep, and its numbers of frames and samples so far.
+
+    The engine's `SpeechSequence` holds it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,23 +61,23 @@ class WaveStream(Stream):
 
     @property
     def stage(self) -> int:
-        """Number equal for streams whose layers keep as many rows: from the first sample on, all are equal."""
+        """Number equal for states whose layers keep as many rows: from the first sample on, all are equal."""
         return -1 if self.num_samples else self.num_frames
 
-    def mark(self) -> tuple[dict[object, Tensor], int, int]:
+    def snapshot(self) -> tuple[dict[object, Tensor], int, int]:
         """Return a snapshot of the state.
 
         What a layer keeps is replaced, never overwritten: the tensors need no copy.
         """
         return dict(self.rows), self.num_frames, self.num_samples
 
-    def go_back(self, mark: tuple[dict[object, Tensor], int, int]) -> None:
+    def restore(self, snapshot: tuple[dict[object, Tensor], int, int]) -> None:
         """Restore a snapshot."""
-        self.rows, self.num_frames, self.num_samples = mark
+        self.rows, self.num_frames, self.num_samples = snapshot
 
 
 class _WindowBatch:
-    """Frames of several streams that attend to at most the last `window` frames of their own, themselves included.
+    """Frames of several sequences that attend to at most the last `window` frames of their own, themselves included.
 
     Every frame is a sequence of one query over a copy of the keys it sees, so that the kernel sums them in the same
     order in whatever piece the frame comes.
@@ -82,11 +85,11 @@ class _WindowBatch:
 
     states: StateBatch | None = None
 
-    def __init__(self, streams: Sequence[WaveStream], num_new: int, window: int) -> None:
-        self._streams, self._num_new, self._window = streams, num_new, window
+    def __init__(self, states: Sequence[Code2WavState], num_new: int, window: int) -> None:
+        self._carried, self._num_new, self._window = states, num_new, window
         rows, lengths, first = [], [], 0
-        for stream in streams:
-            num_before = min(stream.num_frames, window - 1)
+        for state in states:
+            num_before = min(state.num_frames, window - 1)
             for place in range(num_before, num_before + num_new):
                 begin = max(place - window + 1, 0)
                 rows.append(torch.arange(first + begin, first + place + 1))
@@ -116,11 +119,11 @@ class _WindowBatch:
     def _seen(self, name: object, new_TGK: Tensor) -> Tensor:
         """Return the rows that each query sees, concatenated, and keep the last ones for the next piece."""
         pieces = []
-        for i, stream in enumerate(self._streams):
+        for i, state in enumerate(self._carried):
             new = new_TGK[i * self._num_new : (i + 1) * self._num_new].flatten(1)
-            before = stream.rows.get(name)
+            before = state.rows.get(name)
             pieces.append(new if before is None else torch.cat((before, new)))
-            stream.rows[name] = pieces[-1][max(len(pieces[-1]) - self._window + 1, 0) :].clone()
+            state.rows[name] = pieces[-1][max(len(pieces[-1]) - self._window + 1, 0) :].clone()
         return embedding(self._rows, torch.cat(pieces)).view(-1, *new_TGK.shape[1:])
 
 
@@ -152,7 +155,7 @@ class ResidualUnit:
 
     def __call__(self, x_BTC: Tensor, pieces: Pieces) -> None:
         """Add the unit's result to x in place."""
-        inner = self.conv1(x_BTC, pieces, bend=self.snake1)
+        inner = self.conv1(x_BTC, pieces, snake=self.snake1)
         self.conv2(self.snake2(inner, out=inner), x_BTC)
 
 
@@ -167,7 +170,7 @@ class DecoderBlock:
         ]
 
     def __call__(self, x_BTC: Tensor, pieces: Pieces) -> Tensor:
-        x_BTC = self.upsample(x_BTC, pieces, bend=self.snake)
+        x_BTC = self.upsample(x_BTC, pieces, snake=self.snake)
         if x_BTC.shape[1]:
             for unit in self.units:
                 with scope():
@@ -176,7 +179,7 @@ class DecoderBlock:
 
 
 class Code2Wav:
-    """Decoder from frames of codes to samples in [-1, 1]."""
+    """Vocoder, from frames of codes to samples in [-1, 1]. A `SpeechModel` holds it."""
 
     def __init__(self, config: Code2WavConfig, name: str = CODE2WAV) -> None:
         self.config = config
@@ -204,71 +207,67 @@ class Code2Wav:
 
     @property
     def samples_per_frame(self) -> int:
-        """Samples of each frame but a stream's first, which gives fewer."""
+        """Samples of each frame but a sequence's first, which gives fewer."""
         return math.prod(self.config.upsampling_ratios) * math.prod(self.config.upsample_rates)
 
-    def begin(self) -> WaveStream:
-        """Return the state of a new voice."""
-        return WaveStream()
+    def decode(self, codes: Sequence[Tensor], states: Sequence[Code2WavState]) -> list[Tensor]:
+        """Return the next samples of each sequence, fp32 [n], from its next frames int64 [T, Q] and its state.
 
-    def decode(self, codes: Sequence[Tensor], streams: Sequence[WaveStream]) -> list[Tensor]:
-        """Return the next samples of each stream, fp32 [n], from its next frames int64 [T, Q].
-
-        Streams with as many frames and the same stage go through the network together. If it raises, all streams are
+        Sequences with as many frames and the same stage go through the network together. If it raises, all states are
         unchanged.
         """
-        before = [stream.mark() for stream in streams]
+        snapshots = [state.snapshot() for state in states]
         try:
-            return self._decode(codes, streams)
+            return self._decode(codes, states)
         except BaseException:
-            for stream, mark in zip(streams, before, strict=True):
-                stream.go_back(mark)
+            for state, snapshot in zip(states, snapshots, strict=True):
+                state.restore(snapshot)
             raise
 
-    def _decode(self, codes: Sequence[Tensor], streams: Sequence[WaveStream]) -> list[Tensor]:
-        parts: list[list[Tensor]] = [[] for _ in streams]
+    def _decode(self, codes: Sequence[Tensor], states: Sequence[Code2WavState]) -> list[Tensor]:
+        parts: list[list[Tensor]] = [[] for _ in states]
         rest = list(codes)
         while waiting := [i for i, frames in enumerate(rest) if len(frames)]:
             first = waiting[0]
-            kind = min(len(rest[first]), MAX_FRAMES), streams[first].stage
-            together = [i for i in waiting if (min(len(rest[i]), MAX_FRAMES), streams[i].stage) == kind]
+            kind = min(len(rest[first]), MAX_FRAMES), states[first].stage
+            together = [i for i in waiting if (min(len(rest[i]), MAX_FRAMES), states[i].stage) == kind]
             with scope():
                 samples = self._decode_together(
-                    torch.stack([rest[i][: kind[0]] for i in together]), [streams[i] for i in together]
+                    torch.stack([rest[i][: kind[0]] for i in together]), [states[i] for i in together]
                 )
             for i, own in zip(together, samples, strict=True):
                 parts[i].append(own)
                 rest[i] = rest[i][kind[0] :]
         return [torch.cat(own) if own else torch.empty(0) for own in parts]
 
-    def _decode_together(self, codes_BTQ: Tensor, streams: Sequence[WaveStream]) -> Tensor:
-        """Return samples fp32 [B, n] of streams of one stage."""
-        pieces = Pieces(streams)
-        x_BTC = self._frames(codes_BTQ, streams)
+    def _decode_together(self, codes_BTQ: Tensor, states: Sequence[Code2WavState]) -> Tensor:
+        """Return samples fp32 [B, n] of sequences of one stage."""
+        pieces = Pieces(states)
+        x_BTC = self._frames(codes_BTQ, states)
         for upsample, convnext in zip(self.upsamples, self.convnexts, strict=True):
             x_BTC = convnext(upsample(x_BTC, pieces), pieces)
         x_BTC = self.first(x_BTC, pieces)
         for block in self.blocks:
             if x_BTC.shape[1]:
                 x_BTC = block(x_BTC, pieces)
-        samples = x_BTC.new_empty(len(streams), 0)
+        samples = x_BTC.new_empty(len(states), 0)
         if x_BTC.shape[1]:
-            samples = self.last(x_BTC, pieces, bend=self.snake)[..., 0]
-        for stream in streams:
-            stream.num_frames += codes_BTQ.shape[1]
-            stream.num_samples += samples.shape[1]
+            samples = self.last(x_BTC, pieces, snake=self.snake)[..., 0]
+        for state in states:
+            state.num_frames += codes_BTQ.shape[1]
+            state.num_samples += samples.shape[1]
         return samples.float().clamp(-1, 1)  # a copy
 
-    def _frames(self, codes_BTQ: Tensor, streams: Sequence[WaveStream]) -> Tensor:
+    def _frames(self, codes_BTQ: Tensor, states: Sequence[Code2WavState]) -> Tensor:
         """Return the transformer's result for frames [B, T, C]; each starts as the mean of its codes' embeddings."""
         batch_size, num_frames, num_codes = codes_BTQ.shape
         offsets = torch.arange(num_codes, device=codes_BTQ.device) * self.config.codebook_size
         rows = embedding((codes_BTQ + offsets).flatten(), self.embedding.value)
         x_TD = rows.view(-1, num_codes, self.config.width).float().mean(1).to(rows.dtype)
         places = torch.arange(num_frames, device=codes_BTQ.device)
-        positions = torch.cat([stream.num_frames + places for stream in streams])
+        positions = torch.cat([state.num_frames + places for state in states])
         ropes = self.ropes.tables(positions[None])
-        batch = _WindowBatch(streams, num_frames, self.config.window)
+        batch = _WindowBatch(states, num_frames, self.config.window)
         for layer, rope in zip(self.layers, ropes, strict=True):
             layer(x_TD, batch, rope)
         return self.norm(x_TD).view(batch_size, num_frames, -1)

@@ -1,4 +1,4 @@
-"""Qwen3-Omni: a thinker in which features of media replace tokens, and the networks that speak its answers."""
+"""Qwen3-Omni: a thinker in which features of media replace tokens, and the model that speaks its answers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from tilewright.models.qwen3_omni.audio import AudioTower
 from tilewright.models.qwen3_omni.code2wav import Code2Wav
 from tilewright.models.qwen3_omni.config import CODE2WAV, MODEL_TYPE, TALKER, THINKER, OmniConfig, Shapes, ThinkerConfig
 from tilewright.models.qwen3_omni.processor import OmniProcessor
-from tilewright.models.qwen3_omni.talker import Talker, talker_prompt
+from tilewright.models.qwen3_omni.talker import Embed, Talker, TalkerPrompt, talker_prompt
 from tilewright.models.qwen3_vl.vision import VisionTower
-from tilewright.models.speaking import Embed, TalkerPrompt
 from tilewright.models.text import DecoderModel
 from tilewright.models.text_config import Config, table
 from tilewright.types import ModelInputs, UnsupportedConfig
@@ -24,15 +23,17 @@ from tilewright.types import ModelInputs, UnsupportedConfig
 DEFAULT_VOICE = "ethan"  # transformers' default too
 
 
-class OmniSpeech:
-    """The speech networks, whole on one rank: a frame is little work, and the other ranks compute the thinker.
+class SpeechModel:
+    """The networks that speak answers: talker, code predictor and code2wav, with the names of the voices.
 
-    With `has_table` the thinker's embedding table is loaded here too, because the thinker's own is split over ranks.
+    `LoadedModel` and the engine's `SpeechRunner` hold it. It is whole on one rank: a frame is little work, and the
+    other ranks compute the thinker. With `owns_embeddings` the thinker's token embeddings are loaded here too, because
+    the thinker's own are split over ranks.
     """
 
     samples_per_second = 24_000
 
-    def __init__(self, config: OmniConfig, *, has_table: bool) -> None:
+    def __init__(self, config: OmniConfig, *, owns_embeddings: bool) -> None:
         assert config.talker is not None and config.code2wav is not None
         text, accept_layer = config.thinker.text, config.talker.accept_layer
         if not 0 < accept_layer < text.num_layers:
@@ -49,43 +50,47 @@ class OmniSpeech:
         self.accept_layer = accept_layer
         self.talker = Talker(config.talker)
         self.code2wav = Code2Wav(config.code2wav)
-        self.table_name = f"{THINKER}.model.embed_tokens"
-        self.table = TokenEmbedding(self.table_name, text.num_embeddings, text.width) if has_table else None
+        self._embeddings_name = f"{THINKER}.model.embed_tokens"
+        self.embed_tokens: TokenEmbedding | None = None
+        if owns_embeddings:
+            self.embed_tokens = TokenEmbedding(self._embeddings_name, text.num_embeddings, text.width)
 
     @property
-    def text_end_id(self) -> int:
+    def text_eos_id(self) -> int:
+        """The thinker token that the talker reads once, after the last text token."""
         return self.turns.tts_eos
 
     @property
-    def text_padding_id(self) -> int:
+    def text_pad_id(self) -> int:
+        """The thinker token that the talker reads from then on."""
         return self.turns.tts_pad
 
-    def embed_of(self, model: DecoderModel) -> Embed:
-        """Return the thinker's embedding table: the one here if there is one, else the model's."""
-        return self.table or model.decoder.embed_tokens
+    def thinker_embeddings(self, thinker: DecoderModel) -> Embed:
+        """Return the thinker's token embeddings: those of this model where it has them, else the thinker's."""
+        return self.embed_tokens or thinker.decoder.embed_tokens
 
     @property
     def voices(self) -> tuple[str, ...]:
-        """Names of the voices, the default first."""
+        """The names of the voices, the default first."""
         return tuple(sorted(self.speakers, key=lambda name: (name != DEFAULT_VOICE, name)))
 
     def checkpoint_name(self, name: str) -> str | None:
-        """Return the name of a tensor of the speech networks; None for one of the thinker."""
-        if self.table is not None and name == f"{self.table_name}.weight":
+        """Return the name of a tensor of these networks; None for one of the thinker."""
+        if self.embed_tokens is not None and name == f"{self._embeddings_name}.weight":
             return name
         return name if name.startswith((f"{TALKER}.", f"{CODE2WAV}.")) else None
 
     def prompt(self, inputs: ModelInputs, voice: str) -> TalkerPrompt:
-        """Return the talker's rows before an answer that is spoken by `voice`, one of `voices`."""
+        """Return the talker's prompt for an answer that is spoken by `voice`, one of `voices`."""
         speaker = self.speakers[voice]
         return talker_prompt(inputs.token_ids, inputs.positions, self.turns, self.codec, speaker, self.media_ids)
 
 
-def build_speech(config: Config, shapes: Shapes, *, has_table: bool) -> OmniSpeech | None:
-    """Return the speech networks that a whole model's config describes; None if it has no voice."""
+def build_speech(config: Config, shapes: Shapes, *, owns_embeddings: bool) -> SpeechModel | None:
+    """Return the speech model that a whole model's config describes; None where it has no voice."""
     whole = OmniConfig.from_dict(config, shapes)
     has_voice = whole.talker is not None and bool(whole.talker.speakers)
-    return OmniSpeech(whole, has_table=has_table) if has_voice else None
+    return SpeechModel(whole, owns_embeddings=owns_embeddings) if has_voice else None
 
 
 TEXT, VISION, AUDIO = "model", "visual", "audio_tower"

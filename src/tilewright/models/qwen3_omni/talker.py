@@ -13,16 +13,17 @@ answers are left out.
 
 The code predictor is a small decoder that predicts the codes of a frame after the first, one by one. It reads the
 talker's hidden state and the embedding of the first code, then its own codes. It keeps nothing between frames. Frames
-of several voices are predicted together, each in its own page.
+of several sequences are predicted together, each in its own page.
 
-Legend of shape suffixes: T packed rows, D model width, W the thinker's width, B voices, Q codes of a frame, V codes of
-a codebook.
+Legend of shape suffixes: T packed rows, D model width, W the thinker's width, B sequences, Q codes of a frame, V codes
+of a codebook, A rope axes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -35,15 +36,54 @@ from tilewright.layers.embedding import TokenEmbedding
 from tilewright.layers.linear import GatheredLinear, Linear
 from tilewright.models.protocol import KvSpec
 from tilewright.models.qwen3_omni.config import TALKER, CodecTokens, CodePredictorConfig, TalkerConfig, TurnTokens
-from tilewright.models.speaking import Choose, Embed, Predict, TalkerPrompt
 from tilewright.ops import backend
 from tilewright.ops.activation import add
 from tilewright.ops.attention import TILE_DEPTH, KvCache
 from tilewright.ops.plan import empty, scope
 from tilewright.types import RequestError, UnsupportedConfig
 
+# Samples codes int64 [B] from fp32 logits [B, V] of the code at this place of the frame, 1 to Q - 1.
+SampleCodes = Callable[[Tensor, int], Tensor]
+# Gives rows of the thinker's token embeddings.
+Embed = Callable[[Tensor], Tensor]
+# `CodePredictor.predict`, recorded or not.
+PredictCodes = Callable[[Tensor, SampleCodes], tuple[list[Tensor], list[Tensor]]]
+
 NUM_HEADER_TOKENS = 3  # <|im_start|>, the role and a line break
 NUM_PADDING = 4
+
+
+@dataclass(frozen=True)
+class TalkerPrompt:
+    """The talker's rows before the answer's first token, and their positions; the row of that token is the last.
+
+    A `SpeechSequence` of the engine holds it.
+    """
+
+    text_ids: tuple[int, ...]  # of the thinker's vocabulary; rows of a medium have its placeholder
+    codec_ids: tuple[int, ...]  # of the talker's: of the last rows, the one of the answer's first token included
+    positions: np.ndarray  # int64 [A, rows], that of the answer's first token included; later ones follow
+    media_rows: tuple[int, ...]  # which rows are hidden states of the thinker
+    thinker_rows: tuple[int, ...]  # of which tokens of its prompt those are
+    answer_ids: tuple[int, ...] = ()  # what the prompt has of the answer itself
+
+    @property
+    def num_rows(self) -> int:
+        """With the row of the answer's first token."""
+        return len(self.text_ids) + 1
+
+    @property
+    def num_plain_rows(self) -> int:
+        """Those without a codec token."""
+        return self.num_rows - len(self.codec_ids)
+
+    def codec_id(self, row: int) -> int | None:
+        return self.codec_ids[row - self.num_plain_rows] if row >= self.num_plain_rows else None
+
+    @property
+    def next_position(self) -> int:
+        """The position of the row after the prompt, on every axis."""
+        return int(self.positions[:, -1].max()) + 1
 
 
 def talker_prompt(
@@ -85,12 +125,15 @@ def talker_prompt(
         positions=np.ascontiguousarray(np.concatenate([*places, last], axis=1)),
         media_rows=tuple(row for row, _ in media),
         thinker_rows=tuple(of for _, of in media),
-        written_ids=tuple(token_ids[answer + NUM_HEADER_TOKENS :]),
+        answer_ids=tuple(token_ids[answer + NUM_HEADER_TOKENS :]),
     )
 
 
 class CodePredictor:
-    """A head and an embedding table for each code but the first, around one decoder."""
+    """The decoder that gives the codes of a frame after the first, with a head and embeddings for each.
+
+    A `Talker` holds it.
+    """
 
     def __init__(self, config: CodePredictorConfig, name: str = f"{TALKER}.code_predictor") -> None:
         decoder = config.decoder
@@ -108,22 +151,22 @@ class CodePredictor:
         self.ropes = ropes_of(decoder.layers)
         self._kv = KvSpec(kv_layers_of(self.layers))
         self._page_size = -(-self.num_codes // TILE_DEPTH) * TILE_DEPTH
-        self._caches: tuple[KvCache, ...] = ()  # a page for each voice; reallocated when there are more voices
-        self._batches: dict[int, list[Batch]] = {}  # by number of voices, one for each code
+        self._caches: tuple[KvCache, ...] = ()  # a page for each sequence; larger ones when there are more
+        self._batches: dict[int, list[Batch]] = {}  # by the number of sequences, one for each code
 
-    def predict(self, x_TD: Tensor, choose: Choose) -> tuple[list[Tensor], list[Tensor]]:
-        """Return codes 1 to Q - 1 of one frame of each voice, each int64 [B], and their embeddings, each [B, D].
+    def predict(self, x_TD: Tensor, sample: SampleCodes) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the codes 1 to Q - 1 of one frame of each sequence, each int64 [B], and their embeddings, each [B, D].
 
-        Each voice has two rows of x, which are overwritten: the talker's hidden state for the first code, and the
-        talker's embedding of it. Everything here is a kernel call, if `choose` is one, so a frame can be recorded.
+        Each sequence has two rows of x, which are overwritten: the talker's hidden state for the first code, and the
+        talker's embedding of it. Everything here is a kernel call, if `sample` is one, so a frame can be recorded.
         """
-        num_voices = len(x_TD) // 2
-        batches = self._batches_for(num_voices, x_TD.dtype)
+        num_sequences = len(x_TD) // 2
+        batches = self._batches_for(num_sequences, x_TD.dtype)
         codes: list[Tensor] = []
         rows: list[Tensor] = []
         for i in range(self.num_codes - 1):
             with scope():
-                codes.append(choose(self.logits(x_TD, batches[i], i), i + 1).to(x_TD.device))
+                codes.append(sample(self.logits(x_TD, batches[i], i), i + 1).to(x_TD.device))
             rows.append(self.embeddings[i](codes[-1]))
             if i + 2 < self.num_codes:
                 x_TD = self.embeddings[i](codes[-1])  # embedded again: the layers overwrite it
@@ -137,28 +180,28 @@ class CodePredictor:
         last = self.layers[-1](x_TD, batch, ropes[-1], batch.logit_rows)
         return self.heads[i](self.norm(last), out_dtype=torch.float32)
 
-    def _batches_for(self, num_voices: int, dtype: torch.dtype) -> list[Batch]:
+    def _batches_for(self, num_sequences: int, dtype: torch.dtype) -> list[Batch]:
         """Return the batch of each pass: the first two rows of a frame, then one row each."""
-        if not self._caches or self._caches[0].num_pages < num_voices or self._caches[0].data.dtype != dtype:
-            self._caches = tuple(self._kv.empty_caches(num_voices, self._page_size, dtype))
+        if not self._caches or self._caches[0].num_pages < num_sequences or self._caches[0].data.dtype != dtype:
+            self._caches = tuple(self._kv.empty_caches(num_sequences, self._page_size, dtype))
             self._batches.clear()
-        if num_voices not in self._batches:
+        if num_sequences not in self._batches:
             rows = [(0, 2), *((place, 1) for place in range(2, self.num_codes))]
-            self._batches[num_voices] = [self._batch(num_voices, first, count) for first, count in rows]
-        return self._batches[num_voices]
+            self._batches[num_sequences] = [self._batch(num_sequences, first, count) for first, count in rows]
+        return self._batches[num_sequences]
 
-    def _batch(self, num_voices: int, first: int, count: int) -> Batch:
-        """Return rows [first, first + count) of every voice's frame; the logits of each last row are wanted."""
+    def _batch(self, num_sequences: int, first: int, count: int) -> Batch:
+        """Return a batch of rows [first, first + count) of every sequence's frame, with logits of the last of each."""
         device = backend.device()
-        voices, places = torch.arange(num_voices), torch.arange(first, first + count)
-        ends = (voices + 1) * count
+        sequences, places = torch.arange(num_sequences), torch.arange(first, first + count)
+        ends = (sequences + 1) * count
         return Batch(
-            token_ids_T=torch.zeros(num_voices * count, dtype=torch.int64, device=device),
-            positions_AT=places.repeat(num_voices)[None].to(device),
-            slots_T=(voices[:, None] * self._page_size + places).flatten().to(device),
+            token_ids_T=torch.zeros(num_sequences * count, dtype=torch.int64, device=device),
+            positions_AT=places.repeat(num_sequences)[None].to(device),
+            slots_T=(sequences[:, None] * self._page_size + places).flatten().to(device),
             query_starts=torch.cat((torch.zeros(1), ends)).to(device, torch.int32),
-            kv_lengths=torch.full((num_voices,), first + count, dtype=torch.int32, device=device),
-            block_table=voices[:, None].to(device, torch.int32),
+            kv_lengths=torch.full((num_sequences,), first + count, dtype=torch.int32, device=device),
+            block_table=sequences[:, None].to(device, torch.int32),
             kv_caches=self._caches,
             logit_rows=(ends - 1).to(device),
         )
@@ -182,7 +225,10 @@ class Projection:
 
 
 class Talker:
-    """Layers with experts around the codec's own vocabulary; `code_predictor` completes each frame."""
+    """The decoder that gives the first code of each frame; its `code_predictor` gives the others.
+
+    A `SpeechModel` holds it. Its vocabulary is the codec's.
+    """
 
     def __init__(self, config: TalkerConfig, name: str = TALKER) -> None:
         text, predictor = config.text, config.code_predictor
@@ -216,17 +262,17 @@ class Talker:
         return self.config.text.vocab_size
 
     @property
-    def end_id(self) -> int:
+    def eos_id(self) -> int:
         return self.config.codec.eos
 
     @property
-    def never_said(self) -> tuple[int, ...]:
-        """Special ids of the codec that must not be drawn: all but its end."""
+    def suppressed_ids(self) -> tuple[int, ...]:
+        """The codec's special ids but its end, which must not be sampled."""
         special = range(self.vocab_size - NUM_SPECIAL, self.vocab_size)
-        return tuple(code for code in special if code != self.end_id)
+        return tuple(code for code in special if code != self.eos_id)
 
     def hidden(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        """Return the head's inputs for the rows that the batch asks for [R, D]; x is overwritten. Ids are not read."""
+        """Return normalised hidden states of the rows that the batch asks for [R, D]; x is overwritten."""
         rows = batch.logit_rows
         ropes = self.ropes.tables(batch.positions_AT)
         for layer, rope in zip(self.layers[:-1], ropes, strict=False):
@@ -238,28 +284,28 @@ class Talker:
         return out
 
     def logits(self, h_TD: Tensor) -> Tensor:
-        """Return fp32 logits [T, V] of the output of `hidden`."""
+        """Return fp32 logits [T, V] of what `hidden` returned."""
         return self.head(h_TD, out_dtype=torch.float32)
 
     def step(self, embed: Embed, text_ids_T: Tensor, codec_TD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the head's input of each row, and fp32 logits, from the row's text id and codec row.
+        """Return each row's hidden state and fp32 logits, from the token ids of its text and from its codec row.
 
-        Everything is a kernel call, so a step of one row per voice can be recorded.
+        Everything is a kernel call, so a step of one row per sequence can be recorded.
         """
         x_TD = self.text_projection(embed(text_ids_T))
         hidden_TD = self.hidden(add(x_TD, codec_TD, out=x_TD), batch)
         return hidden_TD, self.logits(hidden_TD)
 
     def complete_frames(
-        self, hidden_BD: Tensor, first_codes_B: Tensor, choose: Choose, predict: Predict | None = None
+        self, hidden_BD: Tensor, first_codes_B: Tensor, sample: SampleCodes, predict: PredictCodes | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return frames of codes int64 [B, Q], and their codec rows [B, D] for the next step.
+        """Return frames of codes int64 [B, Q], and their codec rows [B, D], which the next step reads.
 
-        They are predicted from the first code of each and the hidden state it was drawn from. A codec row is the sum of
-        the embeddings of a frame's codes. `predict` replaces the code predictor's own, by a recorded one.
+        They are predicted from the first code of each and the hidden state it was sampled from. A codec row is the sum
+        of the embeddings of a frame's codes. `predict` replaces the code predictor's own, by a recorded one.
         """
         embedded = self.codec_embedding(first_codes_B)
         rows = torch.stack((hidden_BD, embedded), dim=1).flatten(0, 1)
-        codes, others = (predict or self.code_predictor.predict)(rows, choose)
+        codes, others = (predict or self.code_predictor.predict)(rows, sample)
         total = torch.stack(others).float().sum(0) + embedded.float()
         return torch.stack((first_codes_B, *codes), dim=1), total.to(embedded.dtype)

@@ -1,4 +1,4 @@
-"""One answer being spoken: the talker's rows of it, and its frames so far."""
+"""The talker's side of one spoken answer: the rows it reads, the frames it has made of them, and their samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from tilewright.engine.sample.sampler import uniform_at
-from tilewright.models.speaking import TalkerPrompt
+from tilewright.engine.schedule.sequence import Sequence
+from tilewright.models.qwen3_omni.code2wav import Code2WavState
+from tilewright.models.qwen3_omni.talker import TalkerPrompt
 
 # The checkpoint authors' recommendation, which transformers uses by default.
 TEMPERATURE, TOP_K, REPETITION_PENALTY = 0.9, 50, 1.05
@@ -17,13 +19,13 @@ CODE_TOP_K, CODE_TOP_P = 50, 0.8  # of the codes after a frame's first
 MAX_FRAMES = 4095  # 5.5 minutes
 
 _next_id = itertools.count()
-# Speech draws its random numbers from another series than text, whose series is the answer's index.
+# Random numbers of speech are from another series than those of text, whose index is that of the answer.
 _SERIES = 1 << 32
 
 
 @dataclass(frozen=True)
 class SpeechParams:
-    """Sampling of the talker's codes. Temperature 0 is greedy, also for the codes after a frame's first."""
+    """How codes are sampled. Temperature 0 takes the likeliest, also of the codes after a frame's first."""
 
     temperature: float = TEMPERATURE
     top_k: int = TOP_K
@@ -33,19 +35,21 @@ class SpeechParams:
 
 
 @dataclass(eq=False)
-class Voice:
-    """The talker's rows for one answer. Row r is the sum of a text row and a codec row.
+class SpeechSequence:
+    """The rows, frames and samples of one spoken answer, from the first step of its text to its last sample.
 
-    Text comes as the thinker generates it. Its last token, the end of the answer or where it was cut off, is not
-    spoken: a token is spoken once another follows it.
+    The `SpeechScheduler` holds it. Row r of the talker is the sum of a text row and a codec row. Text arrives as the
+    thinker writes it. A token is spoken as soon as another follows it, so the last one, which is the end of the answer
+    or where it was cut off, is not.
     """
 
     prompt: TalkerPrompt
-    eos_id: int  # thinker token written once after the last text token
-    pad_id: int  # thinker token of every row after that
+    text_eos_id: int  # thinker token written once after the last text token
+    text_pad_id: int  # thinker token of every row after that
     params: SpeechParams = field(default_factory=SpeechParams)
     seed: int = 0
     index: int = 0  # which of a request's answers it speaks
+    answer: Sequence | None = None  # the sequence whose text it speaks, once that is queued
     text_ids: list[int] = field(default_factory=list)  # the answer's tokens that are spoken
     is_text_complete: bool = False
     media_states: dict[int, Tensor] = field(default_factory=dict)  # the thinker's hidden states, by token of its prompt
@@ -53,29 +57,36 @@ class Voice:
     pages: list[int] = field(default_factory=list)
     frames: list[list[int]] = field(default_factory=list)
     codec_row: Tensor | None = None  # of the last frame
+    code2wav_state: Code2WavState = field(default_factory=Code2WavState)
+    num_decoded: int = 0  # frames whose samples are made
+    samples: list[Tensor] = field(default_factory=list)  # fp32, in pieces
     is_finished: bool = False  # no frame follows
-    is_released: bool = False  # no sample follows either: it holds nothing any more
-    id: int = field(default_factory=lambda: next(_next_id))  # increases with arrival
+    is_released: bool = False  # no sample follows either, and it holds no memory
+    id: int = field(default_factory=lambda: next(_next_id))  # counts up with arrival
 
-    def hear(self, output_token_ids: list[int], *, is_complete: bool) -> None:
-        """Set the text to speak. `is_complete`: no more will follow."""
-        self.text_ids = [*self.prompt.written_ids, *output_token_ids][:-1]
+    def set_text(self, output_token_ids: list[int], *, is_complete: bool) -> None:
+        """Set the text to speak to these tokens of the answer. `is_complete`: no more will follow."""
+        self.text_ids = [*self.prompt.answer_ids, *output_token_ids][:-1]
         self.is_text_complete = is_complete
         if is_complete and not self.text_ids:
-            self.is_finished = True  # there is nothing to say
+            self.is_finished = True
 
-    def say(self, codes: list[int], codec_row: Tensor) -> None:
-        """Append one frame of codes."""
+    def append_frame(self, codes: list[int], codec_row: Tensor) -> None:
+        """Append one frame of codes, with the codec row that the talker reads next."""
         self.frames.append(codes)
         self.codec_row = codec_row
         self.is_finished = len(self.frames) >= self.params.max_frames
 
     @property
-    def num_max_rows(self) -> int:
+    def max_rows(self) -> int:
         return self.prompt.num_rows + self.params.max_frames
 
+    @property
+    def num_undecoded(self) -> int:
+        return len(self.frames) - self.num_decoded
+
     def text_id(self, row: int) -> int | None:
-        """Return the token id of the row's text; None if it is not generated yet."""
+        """Return the token id of a row's text; None where it is not written yet."""
         prompt_ids = self.prompt.text_ids
         if row < len(prompt_ids):
             return prompt_ids[row]
@@ -84,10 +95,10 @@ class Voice:
             return self.text_ids[place]
         if not self.is_text_complete:
             return None
-        return self.eos_id if place == len(self.text_ids) else self.pad_id
+        return self.text_eos_id if place == len(self.text_ids) else self.text_pad_id
 
-    def num_ready(self, most: int) -> int:
-        """Return how many rows can be computed now: one while it speaks, up to `most` of its prompt."""
+    def num_ready_rows(self, limit: int) -> int:
+        """Return how many rows can be computed now: one after the prompt, up to `limit` of the prompt."""
         if self.is_finished:
             return 0
         if self.num_computed >= self.prompt.num_rows:
@@ -95,10 +106,10 @@ class Voice:
         if any(row not in self.media_states for row in self.prompt.thinker_rows):
             return 0
         known = self.prompt.num_rows - (self.text_id(self.prompt.num_rows - 1) is None)
-        return min(known - self.num_computed, most)
+        return min(known - self.num_computed, limit)
 
     def position(self, row: int) -> int:
-        """Return the position of a row after the prompt, equal on every axis."""
+        """Return the position, on every axis, of a row after the prompt."""
         return self.prompt.next_position + row - self.prompt.num_rows
 
     def uniform(self, place: int) -> float:
