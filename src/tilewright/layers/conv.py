@@ -160,7 +160,7 @@ class Pieces:
         multiple: int = 1,
         snake: Snake | None = None,
     ) -> Tensor:
-        """Return x, or snake(x), after up to `num_before` rows before it; keep the last `num_before` for the next piece.
+        """Return x, or snake(x), after up to `num_before` rows before it; keep the last ones for the next piece.
 
         At the beginning of a stream there are none, or as many rows of zeros. x is padded with zeros to a `multiple` of
         rows.

@@ -175,8 +175,8 @@ class SamplingBody(TextBody):
     response_format: ResponseFormat | None = None
 
 
-class SpokenAnswer(Body):
-    """The voice and file format of a spoken answer."""
+class AudioParam(Body):
+    """The `audio` field of a chat request: the voice and file format of a spoken answer."""
 
     voice: str | None = Field(default=None, max_length=100, description="null: the model's first")
     format: Literal["wav", "mp3", "opus", "flac", "aac", "pcm16"] | None = Field(
@@ -212,7 +212,7 @@ class ChatBody(SamplingBody):
         default=False, description="true: the answer continues the last message, the assistant's"
     )
     modalities: Texts | None = Field(default=None, description='["text", "audio"]: also speak the answer')
-    audio: SpokenAnswer | None = None
+    audio: AudioParam | None = None
     mm_processor_kwargs: MediaSettings | None = None
 
     @property

@@ -18,7 +18,7 @@ from tilewright.server.output import OutputParser, Piece, ToolCallDelta, has_rea
 from tilewright.types import RequestError
 
 
-class SpokenSound:
+class ChatAudio:
     """The sound of one answer, collected as it is generated; `format` is the format of the complete file."""
 
     def __init__(self, format: str) -> None:
@@ -76,8 +76,8 @@ class ChatWriter(ChunkWriter):
     def _add_chunk(self, event: AnswerDelta) -> Iterator[dict[str, Any]]:
         if event.index not in self._choices:
             parser = output_parser(self._body, self._model, self._opens_reasoning)
-            spoken = SpokenSound(self._body.audio_format) if self._body.is_spoken else None
-            self._choices[event.index] = _Choice(parser, spoken)
+            audio = ChatAudio(self._body.audio_format) if self._body.is_spoken else None
+            self._choices[event.index] = _Choice(parser, audio)
             yield self._chunk([_delta(event.index, {"role": "assistant", "content": ""})])
         choice = self._choices[event.index]
         logprobs = None if event.logprobs is None else [_logprob(item) for item in event.logprobs]
@@ -86,8 +86,8 @@ class ChatWriter(ChunkWriter):
             deltas = [{}]
         for number, delta in enumerate(deltas):
             yield self._chunk([_delta(event.index, delta, None if number else logprobs)])
-        if event.audio and choice.sound is not None:
-            yield self._chunk([_delta(event.index, {"audio": choice.sound.add(event.audio)})])
+        if event.audio and choice.audio is not None:
+            yield self._chunk([_delta(event.index, {"audio": choice.audio.add(event.audio)})])
         if choice.finish_reason is not None:
             yield self._chunk([_delta(event.index, {}, finish_reason=choice.finish_reason)])
 
@@ -109,9 +109,9 @@ class ChatWriter(ChunkWriter):
 class _Choice:
     """The part of one of the n answers that is generated so far."""
 
-    def __init__(self, parser: OutputParser, sound: SpokenSound | None) -> None:
+    def __init__(self, parser: OutputParser, audio: ChatAudio | None) -> None:
         self._parser = parser
-        self.sound = sound  # None unless the answer is spoken
+        self.audio = audio  # None unless the answer is spoken
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []  # the first delta of each call
@@ -141,8 +141,8 @@ class _Choice:
             message["tool_calls"] = [
                 _call(call, "".join(pieces)) for call, pieces in zip(self._calls, self._arguments, strict=True)
             ]
-        if self.sound is not None:
-            message["audio"] = self.sound.result(transcript=content)
+        if self.audio is not None:
+            message["audio"] = self.audio.result(transcript=content)
         logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self.finish_reason}
 

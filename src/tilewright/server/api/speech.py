@@ -20,10 +20,14 @@ MAX_INPUT_CHARACTERS = 4096  # OpenAI's limit: about five minutes
 
 
 class VoiceId(Body):
+    """A voice as an object, which OpenAI's interface allows in place of its name."""
+
     id: str
 
 
 class SpeechBody(GenerationBody):
+    """The body of /v1/audio/speech."""
+
     others = fields.SPEECH
 
     input: str = Field(min_length=1, max_length=MAX_INPUT_CHARACTERS, description="the text to speak")
