@@ -11,7 +11,7 @@ from test_qwen3_vl_processor import CHATS, IMAGE, VIDEO, check_spans, oracle, or
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 
 from tilewright.server.output import OutputParser
-from tilewright.server.output.parser import tool_format_of
+from tilewright.server.output.parser import tool_syntax_of
 
 ANSWER = "The sky.\n</think>\n\nBlue."
 
@@ -75,7 +75,7 @@ def split(processor, text, **template_args):
     inputs = processor.chat([{"role": "user", "content": "Which colour is the sky?"}], **template_args)
     source = processor.template.sources["default"]
     parser = OutputParser(
-        tool_format=tool_format_of(source), tools=[], opens_reasoning=inputs.opens_reasoning, splits_reasoning=True
+        tool_syntax=tool_syntax_of(source), tools=[], opens_reasoning=inputs.opens_reasoning, splits_reasoning=True
     )
     pieces = [piece for character in text for piece in parser.push(character)] + parser.finish()
     return "".join(piece.reasoning for piece in pieces), "".join(piece.content for piece in pieces)

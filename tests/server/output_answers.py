@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 
 from tilewright.server.output import OutputParser
-from tilewright.server.output.json_formats import HermesFormat, LlamaFormat
-from tilewright.server.output.qwen_xml import QwenXmlFormat
+from tilewright.server.output.json_syntax import HermesSyntax, LlamaSyntax
+from tilewright.server.output.qwen_xml import QwenXmlSyntax
 
-HERMES, LLAMA, XML = HermesFormat(), LlamaFormat(), QwenXmlFormat()
-FORMATS = {"hermes": HERMES, "llama": LLAMA, "xml": XML}
+HERMES, LLAMA, XML = HermesSyntax(), LlamaSyntax(), QwenXmlSyntax()
+SYNTAXES = {"hermes": HERMES, "llama": LLAMA, "xml": XML}
 
 
 def tool(name, properties=None, required=(), **rest):
@@ -73,10 +73,10 @@ def assemble(pieces):
     return answer
 
 
-def parse(texts, tool_format, tools=TOOLS, opens_reasoning=False, splits_reasoning=True):
+def parse(texts, tool_syntax, tools=TOOLS, opens_reasoning=False, splits_reasoning=True):
     """The answer whose text comes in these pieces."""
     parser = OutputParser(
-        tool_format=tool_format, tools=tools, opens_reasoning=opens_reasoning, splits_reasoning=splits_reasoning
+        tool_syntax=tool_syntax, tools=tools, opens_reasoning=opens_reasoning, splits_reasoning=splits_reasoning
     )
     pieces = [piece for text in ([texts] if isinstance(texts, str) else texts) for piece in parser.push(text)]
     pieces += parser.finish()

@@ -275,11 +275,11 @@ def test_tools_that_the_model_would_not_see(scripted, chat_engine):
     running, backend = scripted(template="{% for m in messages %}{{ m.content }}{% endfor %}")
     path = f"{running.url}/v1/chat/completions"
     error = refusal_of(httpx.post(path, json={"messages": QUESTION, "tools": [TOOL]}))
-    assert error["param"] == "tools" and "no form for tool calls" in error["message"]
+    assert error["param"] == "tools" and "no syntax for tool calls" in error["message"]
     call = {"id": "1", "type": "function", "function": {"name": "lay_tile", "arguments": "{}"}}
     said = {"role": "assistant", "content": None, "tool_calls": [call]}
     error = refusal_of(httpx.post(path, json={"messages": [*QUESTION, said]}))
-    assert error["param"] == "messages" and "no form for tool_calls" in error["message"]
+    assert error["param"] == "messages" and "no syntax for tool calls" in error["message"]
     assert httpx.post(path, json={"messages": QUESTION, "tools": [TOOL], "tool_choice": "none"}).status_code == 200
     assert len(backend.requests) == 1
 

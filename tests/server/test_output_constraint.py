@@ -9,12 +9,12 @@ from fuzzing import num_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from output_answers import FORMATS, HERMES, LLAMA, TOOLS, XML, parse, tool
+from output_answers import HERMES, LLAMA, SYNTAXES, TOOLS, XML, parse, tool
 
 from tilewright.engine.constraint.compiler import ConstraintCompiler
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.server.output import check_tools, tool_constraint
-from tilewright.server.output.json_formats import LlamaFormat
+from tilewright.server.output.json_syntax import LlamaSyntax
 from tilewright.types import Constraint, RequestError
 
 BYTES = LLTokenizer("byte")
@@ -51,8 +51,8 @@ def compiler(tokenizer):
     return ConstraintCompiler(tokenizer, tokenizer.vocab_size)
 
 
-def matcher(tool_format, tools, choice="required", parallel=True, tokenizer=BYTES):
-    constraint = tool_constraint(tool_format, tools, choice, parallel=parallel, allows_reasoning=False)
+def matcher(tool_syntax, tools, choice="required", parallel=True, tokenizer=BYTES):
+    constraint = tool_constraint(tool_syntax, tools, choice, parallel=parallel, allows_reasoning=False)
     found = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(constraint.source), log_level=0)
     assert not found.is_error(), found.get_error()
     return found
@@ -68,16 +68,16 @@ def dumps(value):
     return json.dumps(value, ensure_ascii=False)
 
 
-def written(tool_format, calls):
-    """Calls as the format's templates write them."""
-    if tool_format is XML:
+def written(tool_syntax, calls):
+    """Calls as the syntax's templates write them."""
+    if tool_syntax is XML:
         texts = []
         for name, arguments in calls:
             values = {key: value if isinstance(value, str) else dumps(value) for key, value in arguments.items()}
             parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
             texts.append(f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>")
         return "\n".join(texts)
-    if tool_format is HERMES:
+    if tool_syntax is HERMES:
         texts = [dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
         return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
     return "; ".join(dumps({"name": name, "parameters": arguments}) for name, arguments in calls)
@@ -105,49 +105,49 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", SYNTAXES)
 def test_good_calls_are_admitted_and_bad_ones_are_not(name, qwen3):
-    tool_format = FORMATS[name]
+    tool_syntax = SYNTAXES[name]
     for tokenizer in (BYTES, qwen3):
-        found = matcher(tool_format, TOOLS, tokenizer=tokenizer)
+        found = matcher(tool_syntax, TOOLS, tokenizer=tokenizer)
         for call in GOOD:
-            assert accepts(found, written(tool_format, [call]), tokenizer), call
-            assert parse(written(tool_format, [call]), tool_format).calls == [[call[0], json.dumps(call[1])]]
+            assert accepts(found, written(tool_syntax, [call]), tokenizer), call
+            assert parse(written(tool_syntax, [call]), tool_syntax).calls == [[call[0], json.dumps(call[1])]]
         for call in BAD:
-            assert not accepts(found, written(tool_format, [call]), tokenizer), call
-        assert accepts(found, written(tool_format, GOOD), tokenizer)
-        for text in ("", "Sure.", " " + written(tool_format, GOOD), written(tool_format, GOOD) + " ", "{}"):
+            assert not accepts(found, written(tool_syntax, [call]), tokenizer), call
+        assert accepts(found, written(tool_syntax, GOOD), tokenizer)
+        for text in ("", "Sure.", " " + written(tool_syntax, GOOD), written(tool_syntax, GOOD) + " ", "{}"):
             assert not accepts(found, text, tokenizer)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", SYNTAXES)
 def test_one_call_without_parallel_tool_calls(name):
-    tool_format = FORMATS[name]
-    found = matcher(tool_format, TOOLS, parallel=False)
-    assert accepts(found, written(tool_format, GOOD[:1]))
-    assert not accepts(found, written(tool_format, GOOD[:2]))
+    tool_syntax = SYNTAXES[name]
+    found = matcher(tool_syntax, TOOLS, parallel=False)
+    assert accepts(found, written(tool_syntax, GOOD[:1]))
+    assert not accepts(found, written(tool_syntax, GOOD[:2]))
 
 
 def test_a_template_that_takes_one_call_is_given_one():
-    found = matcher(LlamaFormat(takes_several=False), TOOLS, parallel=True)
+    found = matcher(LlamaSyntax(takes_several=False), TOOLS, parallel=True)
     assert accepts(found, written(LLAMA, GOOD[:1]))
     assert not accepts(found, written(LLAMA, GOOD[:2]))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", SYNTAXES)
 def test_the_named_tool_alone(name):
-    tool_format = FORMATS[name]
-    found = matcher(tool_format, TOOLS, {"type": "function", "function": {"name": "stop.now"}})
-    assert accepts(found, written(tool_format, [("stop.now", {})]))
-    assert not accepts(found, written(tool_format, GOOD[:1]))
+    tool_syntax = SYNTAXES[name]
+    found = matcher(tool_syntax, TOOLS, {"type": "function", "function": {"name": "stop.now"}})
+    assert accepts(found, written(tool_syntax, [("stop.now", {})]))
+    assert not accepts(found, written(tool_syntax, GOOD[:1]))
 
 
 def test_the_tokens_of_tags_are_admitted(qwen3):
     """A model writes <tool_call> as one token, not as its characters."""
     (tag,) = qwen3.tokenize_str("<tool_call>")
     assert qwen3.decode_bytes([tag]) == b"<tool_call>"
-    for tool_format in (HERMES, XML):
-        assert matcher(tool_format, TOOLS, tokenizer=qwen3).compute_ff_tokens()[0] == tag
+    for tool_syntax in (HERMES, XML):
+        assert matcher(tool_syntax, TOOLS, tokenizer=qwen3).compute_ff_tokens()[0] == tag
 
 
 def test_what_the_constraint_carries():
@@ -167,10 +167,10 @@ def test_what_the_constraint_carries():
         (TOOLS, {"type": "function", "function": {"name": "go"}}, "names 'go', expected .* get_weather, stop.now"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", SYNTAXES)
 def test_what_cannot_be_held_to_is_refused(name, tools, choice, message):
     with pytest.raises(RequestError, match=message):
-        tool_constraint(FORMATS[name], tools, choice, parallel=True, allows_reasoning=False)
+        tool_constraint(SYNTAXES[name], tools, choice, parallel=True, allows_reasoning=False)
 
 
 @pytest.mark.parametrize(
@@ -225,13 +225,13 @@ def test_xml_strings_by_their_schema():
 
 def test_free_parameters_are_free():
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    for tool_format in (HERMES, LLAMA):
-        assert accepts(matcher(tool_format, tools), written(tool_format, [("f", {"any": [{"thing": None}]})]))
+    for tool_syntax in (HERMES, LLAMA):
+        assert accepts(matcher(tool_syntax, tools), written(tool_syntax, [("f", {"any": [{"thing": None}]})]))
     tools = [tool("f", {"a": {"type": "integer"}})]
     tools[0]["function"]["parameters"]["additionalProperties"] = {"type": "string"}
-    for tool_format in (HERMES, LLAMA):
-        assert accepts(matcher(tool_format, tools), written(tool_format, [("f", {"a": 1, "b": "c"})]))
-        assert not accepts(matcher(tool_format, tools), written(tool_format, [("f", {"a": 1, "b": 2})]))
+    for tool_syntax in (HERMES, LLAMA):
+        assert accepts(matcher(tool_syntax, tools), written(tool_syntax, [("f", {"a": 1, "b": "c"})]))
+        assert not accepts(matcher(tool_syntax, tools), written(tool_syntax, [("f", {"a": 1, "b": 2})]))
 
 
 KEYS = st.text(
@@ -293,14 +293,14 @@ def calls_of_tools(draw):
 
 @settings(max_examples=num_cases(40), deadline=None)
 @given(drawn=calls_of_tools())
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", SYNTAXES)
 def test_fitting_calls_are_admitted_and_read_back(name, drawn):
-    tool_format = FORMATS[name]
+    tool_syntax = SYNTAXES[name]
     tools, calls = drawn
     check_tools(tools)
-    text = written(tool_format, calls)
-    assert accepts(matcher(tool_format, tools), text)
-    answer = parse(text, tool_format, tools=tools)
+    text = written(tool_syntax, calls)
+    assert accepts(matcher(tool_syntax, tools), text)
+    answer = parse(text, tool_syntax, tools=tools)
     assert [(called, json.loads(arguments)) for called, arguments in answer.calls] == calls
     assert answer.content == ""
 
@@ -328,12 +328,12 @@ def walk(found, randomness):
 
 @settings(max_examples=num_cases(25), deadline=None)
 @given(drawn=calls_of_tools(), seed=st.integers(0, 2**32))
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", SYNTAXES)
 def test_what_is_admitted_is_a_fitting_call(name, drawn, seed):
-    tool_format = FORMATS[name]
+    tool_syntax = SYNTAXES[name]
     tools, _ = drawn
-    text = walk(matcher(tool_format, tools), random.Random(seed))
-    answer = parse(text, tool_format, tools=tools)
+    text = walk(matcher(tool_syntax, tools), random.Random(seed))
+    answer = parse(text, tool_syntax, tools=tools)
     schemas_by_name = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     assert answer.calls, text
     assert answer.content == answer.reasoning == ""
@@ -367,16 +367,16 @@ SCHEMAS = st.recursive(
 
 @settings(max_examples=num_cases(60), deadline=None)
 @given(parameters=st.dictionaries(st.sampled_from(WORDS), SCHEMAS, max_size=4), is_strict=st.booleans())
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", SYNTAXES)
 def test_any_schema_is_a_grammar_or_refused(name, parameters, is_strict, compiler):
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": is_strict}}]
     try:
         check_tools(tools)
     except RequestError:
         return
-    parse("<tool_call><function=f><parameter=a>1</parameter></function></tool_call>", FORMATS[name], tools=tools)
+    parse("<tool_call><function=f><parameter=a>1</parameter></function></tool_call>", SYNTAXES[name], tools=tools)
     with contextlib.suppress(RequestError):
-        compiler.compile(tool_constraint(FORMATS[name], tools, "required", parallel=True, allows_reasoning=False))
+        compiler.compile(tool_constraint(SYNTAXES[name], tools, "required", parallel=True, allows_reasoning=False))
 
 
 def test_parameters_made_to_crash_are_refused(compiler):

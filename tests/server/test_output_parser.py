@@ -6,10 +6,10 @@ import pytest
 from checkpoint_files import DATA
 from hypothesis import given
 from hypothesis import strategies as st
-from output_answers import FORMATS, HERMES, LLAMA, TOOLS, XML, Answer, parse
+from output_answers import HERMES, LLAMA, SYNTAXES, TOOLS, XML, Answer, parse
 
 from tilewright.inputs.chat_template import ChatTemplate
-from tilewright.server.output import OutputParser, has_reasoning, tool_format_of
+from tilewright.server.output import OutputParser, has_reasoning, tool_syntax_of
 
 CALLS = [
     ("get_weather", {"city": 'Köln "Mitte"\n\\ </tool_call>', "days": 3, "hours": [1.5, -2], "where": {"zip": "1}2"}}),
@@ -65,15 +65,15 @@ TRANSCRIPTS = {
 @pytest.mark.parametrize("name", TRANSCRIPTS)
 def test_cuts_change_nothing(name):
     """One cut anywhere, a cut everywhere, and pieces of each length."""
-    tool_format, text = TRANSCRIPTS[name]
+    tool_syntax, text = TRANSCRIPTS[name]
     for opens_reasoning, splits_reasoning in itertools.product([False, True], repeat=2):
         options = {"opens_reasoning": opens_reasoning, "splits_reasoning": splits_reasoning}
-        whole = parse(text, tool_format, **options)
+        whole = parse(text, tool_syntax, **options)
         for cut in range(len(text)):
-            assert parse([text[:cut], text[cut:]], tool_format, **options) == whole
+            assert parse([text[:cut], text[cut:]], tool_syntax, **options) == whole
         for length in (1, 2, 3, 5, 8, 13):
             texts = [text[start : start + length] for start in range(0, len(text), length)]
-            assert parse(texts, tool_format, **options) == whole
+            assert parse(texts, tool_syntax, **options) == whole
 
 
 FRAGMENTS = [
@@ -87,7 +87,7 @@ FRAGMENTS = [
 @given(
     texts=st.lists(st.sampled_from(FRAGMENTS), max_size=30),
     cuts=st.lists(st.integers(0, 300), max_size=30),
-    name=st.sampled_from([*FORMATS, None]),
+    name=st.sampled_from([*SYNTAXES, None]),
     flags=st.tuples(st.booleans(), st.booleans()),
 )
 def test_any_text_is_the_same_however_it_is_cut(texts, cuts, name, flags):
@@ -95,9 +95,9 @@ def test_any_text_is_the_same_however_it_is_cut(texts, cuts, name, flags):
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     options = {"opens_reasoning": flags[0], "splits_reasoning": flags[1]}
     pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
-    whole = parse(text, FORMATS.get(name), **options)
-    assert parse(pieces, FORMATS.get(name), **options) == whole
-    assert parse(list(text), FORMATS.get(name), **options) == whole
+    whole = parse(text, SYNTAXES.get(name), **options)
+    assert parse(pieces, SYNTAXES.get(name), **options) == whole
+    assert parse(list(text), SYNTAXES.get(name), **options) == whole
     if not whole.calls and not flags[1]:
         assert whole.content == text, "text that is no call passes as it is"
 
@@ -108,8 +108,8 @@ def arguments_of(answer):
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_vl", "qwen3_5", "llama", "llama, marked"])
 def test_what_a_template_writes_is_read_back(name):
-    tool_format, text = TRANSCRIPTS[name]
-    answer = parse(text, tool_format)
+    tool_syntax, text = TRANSCRIPTS[name]
+    answer = parse(text, tool_syntax)
     assert arguments_of(answer) == CALLS
     assert answer.content == {"qwen3": "Let me see. <", "llama": "", "llama, marked": ""}.get(name, "Let me see.")
     assert answer.reasoning == {"qwen3": "I wonder <tool_call>", "qwen3_5": "I <function=stop.now> wonder"}.get(
@@ -119,8 +119,8 @@ def test_what_a_template_writes_is_read_back(name):
 
 
 def test_nothing_is_held_longer_than_it_must():
-    def steps(tool_format, texts):
-        parser = OutputParser(tool_format=tool_format, tools=TOOLS, opens_reasoning=False, splits_reasoning=True)
+    def steps(tool_syntax, texts):
+        parser = OutputParser(tool_syntax=tool_syntax, tools=TOOLS, opens_reasoning=False, splits_reasoning=True)
         for text in texts:
             pieces = parser.push(text)
             yield "".join(
@@ -153,18 +153,18 @@ def test_nothing_is_held_longer_than_it_must():
     ]
 
 
-@pytest.mark.parametrize(("tool_format", "template"), [(HERMES, "qwen3.jinja"), (XML, "qwen3_5.jinja")])
-def test_nothing_of_a_call_that_was_cut_off_leaks(tool_format, template):
+@pytest.mark.parametrize(("tool_syntax", "template"), [(HERMES, "qwen3.jinja"), (XML, "qwen3_5.jinja")])
+def test_nothing_of_a_call_that_was_cut_off_leaks(tool_syntax, template):
     text = rendered(template, "So", [("get_weather", {"city": "Köln", "days": 3})])
     text = text[text.index("So") :]
     for end in range(len(text)):
-        answer = parse(text[:end], tool_format)
+        answer = parse(text[:end], tool_syntax)
         assert answer.content == ("So" if answer.calls else text[:end])
         assert [name for name, _ in answer.calls] == ["get_weather"] * len(answer.calls)
 
 
-@pytest.mark.parametrize("tool_format", [HERMES, XML, LLAMA])
-def test_nothing_of_a_further_call_that_was_cut_off_is_content(tool_format):
+@pytest.mark.parametrize("tool_syntax", [HERMES, XML, LLAMA])
+def test_nothing_of_a_further_call_that_was_cut_off_is_content(tool_syntax):
     """Wherever the answer ends: beside calls, half a tag or half a name is not content."""
     calls = {
         HERMES: ['<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>', "\n"],
@@ -174,12 +174,12 @@ def test_nothing_of_a_further_call_that_was_cut_off_is_content(tool_format):
         ],
         LLAMA: ['{"name": "get_weather", "parameters": {"city": "Köln"}}', "; "],
     }
-    call, between = calls[tool_format]
+    call, between = calls[tool_syntax]
     for end in range(len(call), 2 * len(call) + len(between)):
-        answer = parse((call + between + call)[:end], tool_format)
+        answer = parse((call + between + call)[:end], tool_syntax)
         assert answer.content == "" and answer.calls[0] == ["get_weather", '{"city": "Köln"}']
         assert {name for name, _ in answer.calls} == {"get_weather"}
-    assert parse(f"{call}\nso <b", HERMES if tool_format == LLAMA else tool_format).content.endswith("so <b")
+    assert parse(f"{call}\nso <b", HERMES if tool_syntax == LLAMA else tool_syntax).content.endswith("so <b")
 
 
 def test_reasoning():
@@ -214,12 +214,12 @@ def test_no_calls_in_reasoning(splits_reasoning):
     assert parse(f"<think>{call}", HERMES).calls == []
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", SYNTAXES)
 def test_without_tools_all_is_content(name):
     text = 'a\n<tool_call>\n{"name": "stop.now", "arguments": {}}\n</tool_call>\n<function=stop.now>\n</function> '
-    assert parse(text, FORMATS[name], tools=[]) == Answer(content=text, order=["content"])
+    assert parse(text, SYNTAXES[name], tools=[]) == Answer(content=text, order=["content"])
     text = '{"name": "stop.now", "parameters": {}}'
-    assert parse(text, FORMATS[name], tools=[]) == Answer(content=text, order=["content"])
+    assert parse(text, SYNTAXES[name], tools=[]) == Answer(content=text, order=["content"])
 
 
 def test_space_around_calls_is_dropped_and_text_is_not():
@@ -231,7 +231,7 @@ def test_space_around_calls_is_dropped_and_text_is_not():
 
 
 def test_malformed_calls_before_their_name_are_content():
-    for tool_format, text in [
+    for tool_syntax, text in [
         (HERMES, 'a\n<tool_call>\n{"arguments": {"city": "Köln"}}\n</tool_call>\n b'),
         (HERMES, "<tool_call>\nget_weather(city)\n</tool_call>"),
         (HERMES, '<tool_call>\n{"name": 5, "arguments": {}}\n</tool_call>'),
@@ -250,11 +250,11 @@ def test_malformed_calls_before_their_name_are_content():
         (LLAMA, '<|python_tag|>print("hello")'),
         (LLAMA, 'So: {"name": "stop.now", "parameters": {}}'),
     ]:
-        assert parse(text, tool_format) == Answer(content=text, order=["content"]), text
+        assert parse(text, tool_syntax) == Answer(content=text, order=["content"]), text
 
 
 def test_calls_cut_off_after_their_name_stay():
-    for tool_format, text, call, content in [
+    for tool_syntax, text, call, content in [
         (HERMES, '<tool_call>\n{"name": "f", "argum', ["f", ""], ""),
         (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": "b', ["f", '{"a": "b'], ""),
         (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}', ["f", '{"a": 1}'], ""),
@@ -269,13 +269,13 @@ def test_calls_cut_off_after_their_name_stay():
         (XML, "<tool_call>\n<function=f>\nso\n</function>", ["f", ""], "so\n</function>"),
         (LLAMA, '{"name": "stop.now", "parameters": {"a', ["stop.now", '{"a'], ""),
     ]:
-        answer = parse(text, tool_format)
+        answer = parse(text, tool_syntax)
         assert (answer.calls, answer.content) == ([call], content), text
 
 
 def test_json_calls_that_are_written_otherwise():
-    def call(text, tool_format=HERMES):
-        answer = parse(text, tool_format)
+    def call(text, tool_syntax=HERMES):
+        answer = parse(text, tool_syntax)
         assert answer.content == ""
         (only,) = answer.calls
         return only
@@ -386,13 +386,13 @@ LONG_TEXTS = {
 @pytest.mark.parametrize("name", LONG_TEXTS)
 def test_time_is_linear(name):
     """Eight times the text may take four times eight times as long, not sixty-four times; the best of three counts."""
-    tool_format, *begin, repeated = LONG_TEXTS[name]
+    tool_syntax, *begin, repeated = LONG_TEXTS[name]
 
     def seconds(length):
         text = "".join(begin) + repeated * (length // len(repeated))
         best = float("inf")
         for _ in range(3):
-            parser = OutputParser(tool_format=tool_format, tools=TOOLS, opens_reasoning=False, splits_reasoning=True)
+            parser = OutputParser(tool_syntax=tool_syntax, tools=TOOLS, opens_reasoning=False, splits_reasoning=True)
             start = time.process_time()
             for character in text:
                 parser.push(character)
@@ -403,18 +403,18 @@ def test_time_is_linear(name):
     assert seconds(32_000) < 4 * 8 * seconds(4_000)
 
 
-def test_formats_are_found_in_templates():
+def test_syntaxes_are_found_in_templates():
     qwen3, qwen3_vl, qwen3_5 = ((DATA / f"{name}.jinja").read_text() for name in ("qwen3", "qwen3_vl", "qwen3_5"))
-    assert [tool_format_of(source) for source in (qwen3, qwen3_vl, qwen3_5)] == [HERMES, HERMES, XML]
+    assert [tool_syntax_of(source) for source in (qwen3, qwen3_vl, qwen3_5)] == [HERMES, HERMES, XML]
     assert [has_reasoning(source) for source in (qwen3, qwen3_vl, qwen3_5)] == [True, False, True]
     llama = (
         """{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{{- '{"name": ' ~ name ~ ', "parameters": ' }}"""
     )
-    assert tool_format_of(llama) == LLAMA
-    assert tool_format_of("{% if message.tool_calls|length != 1 %}" + llama).takes_several is False
-    assert tool_format_of('<tool_call>\n{"arguments": <args-dict>, "name": <function-name>}\n</tool_call>') == HERMES
+    assert tool_syntax_of(llama) == LLAMA
+    assert tool_syntax_of("{% if message.tool_calls|length != 1 %}" + llama).takes_several is False
+    assert tool_syntax_of('<tool_call>\n{"arguments": <args-dict>, "name": <function-name>}\n</tool_call>') == HERMES
     in_pieces = """{{- '<tool_call>\\n' }}{{- '{' }}{{- '"name": "' ~ call.name ~ '"' }}{{- ', "arguments": ' }}"""
-    assert tool_format_of(in_pieces) == HERMES
-    assert tool_format_of("<tool_call>{{ name }}\n<arg_key>city</arg_key>") is None
-    assert tool_format_of("{% for message in messages %}{{ message.content }}{% endfor %}") is None
+    assert tool_syntax_of(in_pieces) == HERMES
+    assert tool_syntax_of("<tool_call>{{ name }}\n<arg_key>city</arg_key>") is None
+    assert tool_syntax_of("{% for message in messages %}{{ message.content }}{% endfor %}") is None
     assert not has_reasoning("{{ messages }}")

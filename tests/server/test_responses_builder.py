@@ -202,7 +202,7 @@ def client():
 
     def answer(http_request):
         request = json.loads(http_request.content)
-        parser = OutputParser(tool_format=HERMES, tools=TOOLS, opens_reasoning=False, splits_reasoning=True)
+        parser = OutputParser(tool_syntax=HERMES, tools=TOOLS, opens_reasoning=False, splits_reasoning=True)
         builder = ResponseBuilder(request, model="m")
         events = builder.begin()
         for character in text:

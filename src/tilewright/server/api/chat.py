@@ -14,7 +14,7 @@ from tilewright.server.api.bodies import ChatBody
 from tilewright.server.api.fields import IMAGE_URL, MESSAGE, PART, FieldFault, find_fault
 from tilewright.server.http.respond import ChunkWriter
 from tilewright.server.link.backend import AUDIO_RATE, AnswerDelta, Ended, ModelInfo, SpelledLogprob, Started
-from tilewright.server.output import OutputParser, Piece, ToolCallDelta, has_reasoning, tool_format_of
+from tilewright.server.output import OutputParser, Piece, ToolCallDelta, has_reasoning, tool_syntax_of
 from tilewright.types import RequestError
 
 
@@ -160,7 +160,7 @@ class _Choice:
 def output_parser(body: ChatBody, model: ModelInfo, opens_reasoning: bool) -> OutputParser:
     """Return a parser that splits the text of one answer into reasoning, content and tool calls."""
     return OutputParser(
-        tool_format=tool_format_of(model.template) if model.template and body.tools_in_use else None,
+        tool_syntax=tool_syntax_of(model.template) if model.template and body.tools_in_use else None,
         tools=body.tools_in_use,
         opens_reasoning=opens_reasoning,
         splits_reasoning=model.template is not None and has_reasoning(model.template),

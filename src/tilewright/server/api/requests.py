@@ -10,7 +10,7 @@ from typing import Any
 from tilewright.server.api.bodies import ChatBody, CompletionBody, SamplingBody
 from tilewright.server.http.errors import ApiError
 from tilewright.server.link.backend import EngineRequest, ModelInfo
-from tilewright.server.output import ToolFormat, check_tools, has_reasoning, tool_constraint, tool_format_of
+from tilewright.server.output import ToolSyntax, check_tools, has_reasoning, tool_constraint, tool_syntax_of
 from tilewright.types import Constraint, RequestError, SamplingParams
 
 
@@ -46,12 +46,12 @@ def _forced_call(body: ChatBody, model: ModelInfo, allows_reasoning: bool) -> Co
     tools = body.plain_tools
     if not tools:
         raise ApiError(400, "tool_choice requires a call, but there are no tools", param="tool_choice")
-    tool_format = model_tool_format(model)
-    if tool_format is None:
-        raise ApiError(400, f"{model.name} has no form for tool calls in its chat template", param="tool_choice")
+    tool_syntax = model_tool_syntax(model)
+    if tool_syntax is None:
+        raise ApiError(400, f"{model.name} has no syntax for tool calls in its chat template", param="tool_choice")
     named = choice if isinstance(choice, str) else choice.model_dump()
     return tool_constraint(
-        tool_format,
+        tool_syntax,
         tools,
         named,
         parallel=body.parallel_tool_calls and isinstance(choice, str),  # a named function is called once
@@ -100,9 +100,9 @@ def _structured(kind: str, value: Any, name: str, allows_reasoning: bool) -> Con
     return Constraint("lark", value, allows_reasoning)
 
 
-def model_tool_format(model: ModelInfo) -> ToolFormat | None:
-    """Return the format of the model's tool calls; None if its chat template has none."""
-    return None if model.template is None else tool_format_of(model.template)
+def model_tool_syntax(model: ModelInfo) -> ToolSyntax | None:
+    """Return the syntax of the model's tool calls; None if its chat template has none."""
+    return None if model.template is None else tool_syntax_of(model.template)
 
 
 # Names that the template gets from elsewhere, or that the processor uses itself.
@@ -240,7 +240,7 @@ def _reads(template: str | None, name: str) -> bool:
 
 def _check_history(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: ModelInfo) -> None:
     """Raise ApiError for tools and tool calls that the chat template would omit from the prompt."""
-    if body.tools_in_use and model_tool_format(model) is None:
-        raise ApiError(400, f"{model.name} has no form for tool calls in its chat template", param="tools")
+    if body.tools_in_use and model_tool_syntax(model) is None:
+        raise ApiError(400, f"{model.name} has no syntax for tool calls in its chat template", param="tools")
     if any(message.get("tool_calls") for message in messages) and "tool_calls" not in (model.template or ""):
-        raise ApiError(400, f"{model.name} has no form for tool_calls in its chat template", param="messages")
+        raise ApiError(400, f"{model.name} has no syntax for tool calls in its chat template", param="messages")

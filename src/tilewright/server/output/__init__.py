@@ -1,16 +1,16 @@
 """Parses the text that a model generates, and makes grammars that force a tool call."""
 
-from tilewright.server.output.parser import OutputParser, has_reasoning, tool_format_of
+from tilewright.server.output.parser import OutputParser, has_reasoning, tool_syntax_of
 from tilewright.server.output.pieces import Piece, ToolCallDelta
-from tilewright.server.output.tools import ToolFormat, check_tools, tool_constraint
+from tilewright.server.output.tools import ToolSyntax, check_tools, tool_constraint
 
 __all__ = [
     "OutputParser",
     "Piece",
     "ToolCallDelta",
-    "ToolFormat",
+    "ToolSyntax",
     "check_tools",
     "has_reasoning",
     "tool_constraint",
-    "tool_format_of",
+    "tool_syntax_of",
 ]

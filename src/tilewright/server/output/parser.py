@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from tilewright.server.output.cursor import Cursor, Ends, HeldEnd, Steps
-from tilewright.server.output.json_formats import HermesFormat, LlamaFormat
+from tilewright.server.output.json_syntax import HermesSyntax, LlamaSyntax
 from tilewright.server.output.pieces import Output, Piece
-from tilewright.server.output.qwen_xml import QwenXmlFormat
-from tilewright.server.output.tools import ToolFormat, parameters_by_name
+from tilewright.server.output.qwen_xml import QwenXmlSyntax
+from tilewright.server.output.tools import ToolSyntax, parameters_by_name
 from tilewright.types import REASONING_TAGS
 
 _QUOTE = r"\\?[\"']"  # may be escaped, in a template's strings
@@ -20,14 +20,14 @@ _LLAMA_HEADERS = ("<|start_header_id|>", "<|header_start|>")
 _ONE_CALL_ALONE = re.compile(r"tool_calls\s*\|\s*length\s*[!=]=\s*1")
 
 
-def tool_format_of(template_source: str) -> ToolFormat | None:
-    """Return the format in which a chat template writes tool calls; None if it has none, or an unknown one."""
+def tool_syntax_of(template_source: str) -> ToolSyntax | None:
+    """Return the syntax in which a chat template writes tool calls; None if it has none, or an unknown one."""
     if "<function=" in template_source and "<parameter=" in template_source:
-        return QwenXmlFormat()
+        return QwenXmlSyntax()
     if "<tool_call>" in template_source and _NAME.search(template_source) and _ARGUMENTS.search(template_source):
-        return HermesFormat()
+        return HermesSyntax()
     if _LLAMA.search(template_source) and any(header in template_source for header in _LLAMA_HEADERS):
-        return LlamaFormat(takes_several=not _ONE_CALL_ALONE.search(template_source))
+        return LlamaSyntax(takes_several=not _ONE_CALL_ALONE.search(template_source))
     return None
 
 
@@ -73,18 +73,18 @@ def _split(text: Cursor, output: Output, beginning: str) -> Steps[None]:
 class OutputParser:
     """Parses one answer. The joined pieces do not depend on where its text is cut.
 
-    `tools` are the tools it may call, checked by `check_tools`; without tools or without a format, everything
+    `tools` are the tools it may call, checked by `check_tools`; without tools or without a syntax, everything
     after the reasoning is content. `opens_reasoning`: the prompt ends inside the reasoning. `splits_reasoning`:
     reasoning is returned separately; else it is content, which is not searched for calls.
     """
 
     def __init__(
-        self, *, tool_format: ToolFormat | None, tools: Sequence[Mapping], opens_reasoning: bool, splits_reasoning: bool
+        self, *, tool_syntax: ToolSyntax | None, tools: Sequence[Mapping], opens_reasoning: bool, splits_reasoning: bool
     ) -> None:
-        self._tool_format = tool_format if tools else None
+        self._tool_syntax = tool_syntax if tools else None
         self._tools = parameters_by_name(tools)
         self._text = Cursor()
-        self._output = Output(expects_calls=self._tool_format is not None)
+        self._output = Output(expects_calls=self._tool_syntax is not None)
         self._steps = self._read(opens_reasoning, splits_reasoning)
 
     @property
@@ -107,7 +107,7 @@ class OutputParser:
 
     def _read(self, opens_reasoning: bool, splits_reasoning: bool) -> Steps[None]:
         yield from read_reasoning(self._text, self._output, is_open=opens_reasoning, splits=splits_reasoning)
-        if self._tool_format is None:
+        if self._tool_syntax is None:
             yield from self._text.read_until(Ends(), self._output.content)
         else:
-            yield from self._tool_format.read(self._text, self._output, self._tools)
+            yield from self._tool_syntax.read(self._text, self._output, self._tools)

@@ -12,7 +12,7 @@ from tilewright.server.output.pieces import Output
 from tilewright.server.output.tools import (
     NAME,
     Tool,
-    ToolFormat,
+    ToolSyntax,
     any_call,
     calls,
     json_of,
@@ -129,7 +129,7 @@ _KEY_ENDS = Ends(">", "\n")
 
 
 @dataclass(frozen=True)
-class QwenXmlFormat(ToolFormat):
+class QwenXmlSyntax(ToolSyntax):
     """<tool_call>, <function=NAME>, then <parameter=KEY>, a value, </parameter> for each parameter, on separate lines.
 
     Models sometimes omit the outer tag: a <function=NAME> without it is a call if a tool has that name.

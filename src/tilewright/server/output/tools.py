@@ -1,6 +1,6 @@
 """The tools of a request: their validation, the types their schemas allow, and the grammar that forces a call.
 
-Grammars are in llguidance's dialect of Lark. A tool format parses calls and makes the grammar that forces them.
+Grammars are in llguidance's dialect of Lark. A `ToolSyntax` parses calls and makes the grammar that forces them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tilewright.server.output.pieces import Output
 from tilewright.types import Constraint, RequestError
 
 
-class ToolFormat(ABC):
-    """The format in which a model writes tool calls: its parser and its grammar."""
+class ToolSyntax(ABC):
+    """The syntax in which a model writes tool calls: its parser and its grammar."""
 
     @abstractmethod
     def read(self, text: Cursor, output: Output, tools: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
@@ -211,15 +211,15 @@ MAX_NAMED = 5  # tools, in an error
 
 
 def tool_constraint(
-    format: ToolFormat, tools: Sequence[Mapping], choice: str | Mapping, *, parallel: bool, allows_reasoning: bool
+    syntax: ToolSyntax, tools: Sequence[Mapping], choice: str | Mapping, *, parallel: bool, allows_reasoning: bool
 ) -> Constraint:
-    """Return the constraint to calls of the chosen tools, in the model's format and with valid arguments.
+    """Return the constraint to calls of the chosen tools, in the model's syntax and with valid arguments.
 
     `choice` is OpenAI's tool_choice: "required", or {"type": "function", "function": {"name": ...}}. The tools must
     have passed `check_tools`. `parallel` allows several calls. The engine rejects schemas that no grammar can express.
     """
     chosen = _chosen(tools, choice)
-    source = "\n".join(format.grammar(chosen, parallel=parallel)) + "\n"
+    source = "\n".join(syntax.grammar(chosen, parallel=parallel)) + "\n"
     names = ", ".join(tool.name for tool in chosen[:MAX_NAMED])
     subject = f"the tool {names}" if len(chosen) == 1 else f"one of the tools {names}"
     return Constraint("lark", source, allows_reasoning, subject if len(chosen) <= MAX_NAMED else f"{subject}, ...")

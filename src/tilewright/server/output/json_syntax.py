@@ -9,7 +9,7 @@ from typing import Any
 
 from tilewright.server.output.cursor import SPACE, Cursor, Ends, Steps
 from tilewright.server.output.pieces import Output
-from tilewright.server.output.tools import NAME, Tool, ToolFormat, any_call, calls, json_calls, literal
+from tilewright.server.output.tools import NAME, Tool, ToolSyntax, any_call, calls, json_calls, literal
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _STRUCTURE = Ends('"', "{", "}", "[", "]", "<")
@@ -146,7 +146,7 @@ _ENDS = Ends(_OPENING)
 
 
 @dataclass(frozen=True)
-class HermesFormat(ToolFormat):
+class HermesSyntax(ToolSyntax):
     """<tool_call>, {"name": ..., "arguments": {...}}, </tool_call>, each on its own line; any number of calls."""
 
     def read(self, text: Cursor, output: Output, tools: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
@@ -177,7 +177,7 @@ _MARK = "<|python_tag|>"  # a special token, in the text only if special tokens 
 
 
 @dataclass(frozen=True)
-class LlamaFormat(ToolFormat):
+class LlamaSyntax(ToolSyntax):
     """{"name": ..., "parameters": {...}} at the beginning of the answer; several are separated by ; or a line break.
 
     JSON without the name of a tool is content, as is everything after it.
