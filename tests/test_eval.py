@@ -10,7 +10,7 @@ from tiny_checkpoint import write_text_model, write_vision_model
 
 from tilewright import Engine, cli
 from tilewright.evaluate import material
-from tilewright.evaluate.material import EvalFormat, parse_formats, split
+from tilewright.evaluate.material import EvalVariant, parse_variants, split
 from tilewright.types import RequestError
 
 TEXT = "A tile holds two rows of a page. " * 30
@@ -150,12 +150,12 @@ def test_answers_about_pictures_are_counted(run, vision_model, tmp_path):
 
 
 def test_names_of_formats():
-    assert EvalFormat("stored").engine_options == {}
-    assert EvalFormat("bf16/fp8").engine_options == {"quantize": "none", "dtype": "bfloat16", "kv_cache_dtype": "fp8"}
-    assert [one.name for one in parse_formats("none, int8")] == ["none", "int8"]
+    assert EvalVariant("stored").engine_options == {}
+    assert EvalVariant("bf16/fp8").engine_options == {"quantize": "none", "dtype": "bfloat16", "kv_cache_dtype": "fp8"}
+    assert [one.name for one in parse_variants("none, int8")] == ["none", "int8"]
     for text in ("none,,int8", "none,none", "int8/"):
         with pytest.raises(RequestError, match="--quantize"):
-            parse_formats(text)
+            parse_variants(text)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright.bench.report import check_outputs, load_average, versions
-from tilewright.evaluate.material import FILE_NAME, EvalFormat, parse_formats, read_questions
+from tilewright.evaluate.material import FILE_NAME, EvalVariant, parse_variants, read_questions
 from tilewright.flags import engine as engine_flags
 from tilewright.host import files
 from tilewright.types import RequestError
 from tilewright.weights import embedded
 
 if TYPE_CHECKING:
-    from tilewright.evaluate.measure import EvaluationPlan
+    from tilewright.evaluate.measure import EvalSettings
 
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -65,7 +65,7 @@ def _number(parser: argparse.ArgumentParser, flag: str, default: int | None, wha
 def run(options: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     engine_flags.check_model(options.model, options.mmproj)
-    plan = make_plan(options)
+    settings = make_settings(options)
     check_outputs(options)
     from tilewright.evaluate.measure import as_table, measure, write_json, write_plot
 
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.model is None:
         print(f"tilewright: {embedded.notice('-m ./Qwen3-VL-2B-Instruct')}", file=sys.stderr)
-    results = measure(plan, open_engine, _bar)
+    results = measure(settings, open_engine, _bar)
     print(as_table(results))
     if options.json:
         write_json(options.json, results, _about(options, names[0], load))
@@ -90,17 +90,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def make_plan(options: argparse.Namespace) -> EvaluationPlan:
-    """Return the plan that the flags describe; raise RequestError if it is impossible."""
-    from tilewright.evaluate.measure import EvaluationPlan
+def make_settings(options: argparse.Namespace) -> EvalSettings:
+    """Return the settings that the flags describe; raise RequestError if it is impossible."""
+    from tilewright.evaluate.measure import EvalSettings
 
     if options.text is None and options.pictures is None:
         raise RequestError("nothing to measure: give --text FILE, --pictures DIR or both")
-    formats = parse_formats(options.quantize)
-    reference = EvalFormat(options.against) if options.against else formats[0] if len(formats) > 1 else None
+    variants = parse_variants(options.quantize)
+    reference = EvalVariant(options.against) if options.against else variants[0] if len(variants) > 1 else None
     questions = read_questions(options.pictures) if options.pictures else []
-    return EvaluationPlan(
-        formats,
+    return EvalSettings(
+        variants,
         reference,
         text=None if options.text is None else _read_text(options.text),
         window=options.window,

@@ -1,4 +1,4 @@
-"""The material of an evaluation: formats, windows of a text, questions about pictures. Imports no torch."""
+"""The material of an evaluation: variants of a model, windows of a text, questions about pictures. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 
 
 @dataclass(frozen=True)
-class EvalFormat:
-    """A format of weights, named as for `quantize` or one of a few more, and optionally of keys and values."""
+class EvalVariant:
+    """A model as it is evaluated: the format of its weights, and that of its keys and values."""
 
-    name: str
+    name: str  # "int8", "bf16/fp8": `quantize`'s names and a few more, a slash, and `kv_cache_dtype`'s
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """The Engine's options for this format."""
+        """The Engine's options for this variant."""
         weights, _, kv = self.name.partition("/")
         options: dict[str, Any] = {}
         if weights in _DTYPES:
@@ -34,8 +34,8 @@ class EvalFormat:
         return options | ({"kv_cache_dtype": kv} if kv else {})
 
 
-def parse_formats(text: str) -> list[EvalFormat]:
-    """Return the formats of a list such as "none,int8,int4/int8"."""
+def parse_variants(text: str) -> list[EvalVariant]:
+    """Return the variants of a list such as "none,int8,int4/int8"."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         weights, slash, kv = name.partition("/")
@@ -43,7 +43,7 @@ def parse_formats(text: str) -> list[EvalFormat]:
             raise RequestError(f"--quantize has {name!r}, expected formats separated by commas, such as none,int8,int4")
     if len(set(names)) < len(names):
         raise RequestError(f"--quantize is {text!r}, expected every format once")
-    return [EvalFormat(name) for name in names]
+    return [EvalVariant(name) for name in names]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measures each format's prediction of a text, answers about pictures, speed and memory, and reports the results.
+"""Measures each variant's prediction of a text, answers about pictures, speed and memory, and reports the results.
 
 V: vocabulary, R: rows.
 """
@@ -21,7 +21,7 @@ from tilewright.bench.report import aligned, write_document
 from tilewright.bench.rounds import Prompts
 from tilewright.engine.engine import Engine
 from tilewright.engine.sample.sampler import PromptReader
-from tilewright.evaluate.material import AnswerScore, EvalFormat, Question, Window, split
+from tilewright.evaluate.material import AnswerScore, EvalVariant, Question, Window, split
 from tilewright.types import RequestError
 
 ROWS_AT_ONCE = 64  # a few arrays of log-probabilities [64, 150,000] are in memory at a time
@@ -127,8 +127,8 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class FormatResult:
-    """The results of one format."""
+class VariantResult:
+    """The results of one variant."""
 
     name: str
     is_reference: bool
@@ -140,11 +140,11 @@ class FormatResult:
 
 
 @dataclass(frozen=True)
-class EvaluationPlan:
-    """The measurements to make for every format."""
+class EvalSettings:
+    """The measurements to make for every variant."""
 
-    formats: Sequence[EvalFormat]
-    reference: EvalFormat | None = None  # compared with the others; None: no comparison
+    variants: Sequence[EvalVariant]
+    reference: EvalVariant | None = None  # compared with the others; None: no comparison
     text: str | None = None
     window: int = 512
     stride: int = 256
@@ -154,41 +154,41 @@ class EvaluationPlan:
     speed_rounds: int = 3
 
 
-def measure(plan: EvaluationPlan, open_engine: OpenEngine, progress: Progress) -> list[FormatResult]:
-    """Return a FormatResult for each format, in order, after that of the reference if it is not among them.
+def measure(settings: EvalSettings, open_engine: OpenEngine, progress: Progress) -> list[VariantResult]:
+    """Return a VariantResult for each variant, in order, after that of the reference if it is not among them.
 
-    At most two models are in memory: the current format's and the reference's, whose log-probabilities are computed
-    again for every format instead of stored.
+    At most two models are in memory: the current variant's and the reference's, whose log-probabilities are computed
+    again for every variant instead of stored.
     """
-    formats = list(plan.formats)
-    if plan.reference is not None and plan.reference not in formats:
-        formats.insert(0, plan.reference)
-    results: dict[EvalFormat, FormatResult] = {}
+    variants = list(settings.variants)
+    if settings.reference is not None and settings.reference not in variants:
+        variants.insert(0, settings.reference)
+    results: dict[EvalVariant, VariantResult] = {}
     with ExitStack() as stack:
         reference = None
-        if plan.reference is not None:
-            reference = stack.enter_context(open_engine(**plan.reference.engine_options))
-            results[plan.reference] = _measure_one(plan, plan.reference, reference, None, progress)
-        for one in formats:
+        if settings.reference is not None:
+            reference = stack.enter_context(open_engine(**settings.reference.engine_options))
+            results[settings.reference] = _measure_one(settings, settings.reference, reference, None, progress)
+        for one in variants:
             if one in results:
                 continue
             with open_engine(**one.engine_options) as engine:
-                results[one] = _measure_one(plan, one, engine, reference, progress)
-    return [results[one] for one in formats]
+                results[one] = _measure_one(settings, one, engine, reference, progress)
+    return [results[one] for one in variants]
 
 
 def _measure_one(
-    plan: EvaluationPlan, one: EvalFormat, engine: Engine, reference: Engine | None, progress: Progress
-) -> FormatResult:
-    speed = _speed(engine, plan.speed_rounds) if plan.speed_rounds else None
+    settings: EvalSettings, one: EvalVariant, engine: Engine, reference: Engine | None, progress: Progress
+) -> VariantResult:
+    speed = _speed(engine, settings.speed_rounds) if settings.speed_rounds else None
     text = answers = None
-    if plan.text is not None:
-        text = _score_text(plan, one, engine, reference, progress)
-    if plan.questions:
-        answers = _ask(plan, one, engine, progress)
-    return FormatResult(
+    if settings.text is not None:
+        text = _score_text(settings, one, engine, reference, progress)
+    if settings.questions:
+        answers = _ask(settings, one, engine, progress)
+    return VariantResult(
         one.name,
-        one == plan.reference,
+        one == settings.reference,
         sum(engine.loaded.report.bytes_by_format.values()),
         engine.kv_bytes_per_token,
         text,
@@ -197,23 +197,23 @@ def _measure_one(
     )
 
 
-def windows_of(plan: EvaluationPlan, engine: Engine) -> list[Window]:
+def windows_of(settings: EvalSettings, engine: Engine) -> list[Window]:
     """Return the windows of the text, tokenized for the engine's model."""
-    assert plan.text is not None
+    assert settings.text is not None
     tokenizer = engine.loaded.tokenizer
-    token_ids = tokenizer.encode(plan.text)
+    token_ids = tokenizer.encode(settings.text)
     with_special = tokenizer.encode("a", add_special_tokens=True)
     beginning = with_special[: -len(tokenizer.encode("a"))]
-    if plan.window > engine.limits.max_context - 1:
+    if settings.window > engine.limits.max_context - 1:
         most = engine.limits.max_context - 1
-        raise RequestError(f"--window is {plan.window}, expected at most {most}, the model's context less one")
-    return split(token_ids[: plan.max_text_tokens], plan.window, plan.stride, beginning)
+        raise RequestError(f"--window is {settings.window}, expected at most {most}, the model's context less one")
+    return split(token_ids[: settings.max_text_tokens], settings.window, settings.stride, beginning)
 
 
 def _score_text(
-    plan: EvaluationPlan, one: EvalFormat, engine: Engine, reference: Engine | None, progress: Progress
+    settings: EvalSettings, one: EvalVariant, engine: Engine, reference: Engine | None, progress: Progress
 ) -> TextScore:
-    windows, score, rows = windows_of(plan, engine), TextScore(), ReferenceRows()
+    windows, score, rows = windows_of(settings, engine), TextScore(), ReferenceRows()
     bar = progress(f"{one.name}: text", sum(window.num_scored for window in windows))
     for window in windows:
         score_window(engine, window, score, None if reference is None else rows.read(reference, window))
@@ -223,20 +223,20 @@ def _score_text(
     return score
 
 
-def _ask(plan: EvaluationPlan, one: EvalFormat, engine: Engine, progress: Progress) -> AnswerScore:
+def _ask(settings: EvalSettings, one: EvalVariant, engine: Engine, progress: Progress) -> AnswerScore:
     if "image" not in engine.loaded.processor.accepts:
         raise RequestError(f"--pictures is given, but {engine.loaded.name} accepts no pictures")
-    bar = progress(f"{one.name}: pictures", len(plan.questions))
+    bar = progress(f"{one.name}: pictures", len(settings.questions))
     is_right: list[bool] = []
-    for start in range(0, len(plan.questions), ANSWERS_AT_ONCE):
-        some = plan.questions[start : start + ANSWERS_AT_ONCE]
+    for start in range(0, len(settings.questions), ANSWERS_AT_ONCE):
+        some = settings.questions[start : start + ANSWERS_AT_ONCE]
         conversations = [question.messages for question in some]
-        found = engine.chat(conversations, temperature=0.0, max_tokens=plan.max_answer_tokens)
+        found = engine.chat(conversations, temperature=0.0, max_tokens=settings.max_answer_tokens)
         is_right += [question.is_right(answer.text) for question, answer in zip(some, found, strict=True)]
         bar.set_postfix_str(f"{sum(is_right) / len(is_right):.1%} right", refresh=False)
         bar.update(len(some))
     bar.close()
-    return AnswerScore.of(plan.questions, is_right)
+    return AnswerScore.of(settings.questions, is_right)
 
 
 def _speed(engine: Engine, num_rounds: int) -> Speed:
@@ -252,23 +252,23 @@ def _speed(engine: Engine, num_rounds: int) -> Speed:
     return Speed(statistics.median(prefill), statistics.median(decode))
 
 
-def as_table(results: Sequence[FormatResult]) -> str:
-    """Return a table with a line for each format, without columns of missing measurements."""
+def as_table(results: Sequence[VariantResult]) -> str:
+    """Return a table with a line for each variant, without columns of missing measurements."""
     columns = [_column(results, *column) for column in _COLUMNS]
     shown = [column for column in columns if any(column[1:])]
     return "\n".join(aligned(list(zip(*shown, strict=True)), left=(0,)))
 
 
-def as_document(results: Sequence[FormatResult]) -> list[dict[str, object]]:
+def as_document(results: Sequence[VariantResult]) -> list[dict[str, object]]:
     """Return the results as JSON values, with all digits."""
     return [_entry(result) for result in results]
 
 
-def write_json(path: Path, results: Sequence[FormatResult], about: dict[str, object]) -> None:
+def write_json(path: Path, results: Sequence[VariantResult], about: dict[str, object]) -> None:
     write_document(path, about | {"formats": as_document(results)})
 
 
-def _entry(result: FormatResult) -> dict[str, object]:
+def _entry(result: VariantResult) -> dict[str, object]:
     entry: dict[str, object] = {
         "format": result.name,
         "is_reference": result.is_reference,
@@ -294,23 +294,23 @@ def _entry(result: FormatResult) -> dict[str, object]:
     return entry
 
 
-def _column(results: Sequence[FormatResult], head: str, cell: Callable[[FormatResult], str]) -> list[str]:
+def _column(results: Sequence[VariantResult], head: str, cell: Callable[[VariantResult], str]) -> list[str]:
     return [head, *(cell(result) for result in results)]
 
 
-def _divergence(result: FormatResult) -> str:
+def _divergence(result: VariantResult) -> str:
     if result.text is None or (mean := result.text.mean_divergence) is None:
         return ""
     error = result.text.divergence_error
     return f"{mean:.5f}" if error is None else f"{mean:.5f} ± {error:.5f}"
 
 
-def _same(result: FormatResult) -> str:
+def _same(result: VariantResult) -> str:
     share = None if result.text is None else result.text.share_same
     return "" if share is None else f"{share:.2%}"
 
 
-_COLUMNS: tuple[tuple[str, Callable[[FormatResult], str]], ...] = (
+_COLUMNS: tuple[tuple[str, Callable[[VariantResult], str]], ...] = (
     ("format", lambda r: r.name + (" (reference)" if r.is_reference else "")),
     ("weights", lambda r: f"{r.weight_bytes / 1e9:.3f} GB"),
     ("KV/token", lambda r: f"{r.kv_bytes_per_token / 1024:.1f} KiB"),
@@ -323,7 +323,7 @@ _COLUMNS: tuple[tuple[str, Callable[[FormatResult], str]], ...] = (
 )
 
 
-def write_plot(path: Path, results: Sequence[FormatResult], title: str) -> None:
+def write_plot(path: Path, results: Sequence[VariantResult], title: str) -> None:
     """Plot quality over speed (up and to the right is better) and over memory (up and to the left is better)."""
     from matplotlib.figure import Figure  # imported here: only plots need it
 
@@ -346,7 +346,7 @@ def write_plot(path: Path, results: Sequence[FormatResult], title: str) -> None:
     report.save_figure(path, figure)
 
 
-def _quality(results: Sequence[FormatResult]) -> tuple[str, list[float]]:
+def _quality(results: Sequence[VariantResult]) -> tuple[str, list[float]]:
     """Return the quality to plot, with its label: distance to the reference, else accuracy, else perplexity."""
     if any(result.text and result.text.num_compared for result in results):
         return "KL to the reference", [(result.text and result.text.mean_divergence) or 0.0 for result in results]
