@@ -17,7 +17,7 @@ from tilewright.ops.linear import PackedWeight, linear
 from tilewright.ops.moe import moe
 from tilewright.ops.plan import empty
 from tilewright.parallel.group import Group, refuse_recording
-from tilewright.weights.linear import ExpertFormat, ExpertsWeight, LinearPart, LinearWeight, PatchWeight
+from tilewright.weights.linear import ExpertStorage, ExpertsWeight, LinearPart, LinearWeight, PatchWeight
 from tilewright.weights.spec import Shard, Weight, along
 
 
@@ -219,7 +219,7 @@ class PatchEmbedding:
 class Experts:
     """Sum over a token's experts of weight * down(act(gate) * up). Each rank has a part of every expert's width."""
 
-    def __init__(self, name: str, num_experts: int, width: int, inner_width: int, stored: ExpertFormat) -> None:
+    def __init__(self, name: str, num_experts: int, width: int, inner_width: int, stored: ExpertStorage) -> None:
         own = partition.current()
         self._group = own.group if own.is_split else None
         shard = own.width("expert width", inner_width)

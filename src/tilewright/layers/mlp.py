@@ -13,7 +13,7 @@ from tilewright.layers.linear import Experts, Linear
 from tilewright.ops.activation import sigmoid_gate
 from tilewright.ops.moe import route
 from tilewright.types import UnsupportedConfig
-from tilewright.weights.linear import ExpertFormat
+from tilewright.weights.linear import ExpertStorage
 
 # Narrower models keep their down projections more precise: with 576 and 896 columns these made a third to two thirds of
 # the divergence.
@@ -85,7 +85,7 @@ class MoeConfig:
     expert_width: int
     renormalize: bool  # the weights of a token's experts are normalised to sum to one
     activation: str
-    stored: ExpertFormat  # how the checkpoint stores the experts
+    stored: ExpertStorage  # how the checkpoint stores the experts
     shared_width: int = 0  # of an expert for all tokens, times the sigmoid of a gate; 0: none
 
 

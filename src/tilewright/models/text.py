@@ -12,7 +12,7 @@ from tilewright.layers.decoder import Decoder, DecoderConfig
 from tilewright.models.protocol import Family, KvSpec, MediaBatch
 from tilewright.models.text_config import Config, decoder_config, moe_config, whole_name
 from tilewright.ops.attention import KvCache
-from tilewright.weights.linear import ExpertFormat
+from tilewright.weights.linear import ExpertStorage
 
 
 class DecoderModel:
@@ -88,7 +88,7 @@ def _build_qwen3_moe(config: Config, shapes: Shapes) -> TextModel:
     renormalize = bool(config.get("norm_topk_prob", False))
     # Published with a tensor per expert; some tools stack the experts of a layer.
     is_stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in shapes)
-    stored = ExpertFormat.stacked if is_stacked else ExpertFormat.separate
+    stored = ExpertStorage.stacked if is_stacked else ExpertStorage.separate
     moe = moe_config(config, stored, renormalize=renormalize)
     return TextModel(decoder_config(config, qk_norm=True, moe=moe))
 

@@ -16,7 +16,7 @@ from tilewright.layers.norm import NormConfig
 from tilewright.layers.rope import RopeConfig
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.checkpoint import Checkpoint
-from tilewright.weights.linear import ExpertFormat
+from tilewright.weights.linear import ExpertStorage
 
 Config = Mapping[str, object]
 
@@ -165,7 +165,7 @@ def _windows(config: Config) -> tuple[int, ...]:
     return tuple(window if layer >= first else 0 for layer in range(num_layers))
 
 
-def moe_config(config: Config, stored: ExpertFormat, *, renormalize: bool) -> MoeConfig:
+def moe_config(config: Config, stored: ExpertStorage, *, renormalize: bool) -> MoeConfig:
     """Return the experts that a Qwen3-MoE config describes."""
     return MoeConfig(
         num_experts=_num_experts(config),

@@ -202,7 +202,7 @@ class PatchWeight(Weight[PatchWeights]):
         )
 
 
-class ExpertFormat(str, enum.Enum):
+class ExpertStorage(str, enum.Enum):
     """The layout of a layer's experts in a checkpoint."""
 
     separate = "a tensor per expert and projection"
@@ -226,21 +226,21 @@ class ExpertsWeight(Weight[PackedExperts]):
         num_experts: int,
         rows: int,
         columns: int,
-        stored: ExpertFormat,
+        stored: ExpertStorage,
         *,
         part_shard: Shard | None = None,
         column_shard: Shard | None = None,
         quantized_as: tuple[str, int] | None = None,
     ) -> None:
         part_rows = rows // len(parts)
-        if stored is ExpertFormat.separate:
+        if stored is ExpertStorage.separate:
             shape, shards = (part_rows, columns), (part_shard, column_shard)
             sources = [
                 WeightSource(f"{name}.{e}.{part}.weight", shape, shards) for e in range(num_experts) for part in parts
             ]
         else:
             axes = [(rows, part_shard and stacked(part_shard, part_rows, len(parts))), (columns, column_shard)]
-            if stored is ExpertFormat.stacked_transposed:
+            if stored is ExpertStorage.stacked_transposed:
                 axes.reverse()
             (first, first_shard), (second, second_shard) = axes
             sources = [
@@ -268,7 +268,7 @@ class ExpertsWeight(Weight[PackedExperts]):
 
     def keep_quants(self, formats: Sequence[tuple[str, int] | None]) -> None:
         own = {format for format in formats if format is not None}
-        if self.quantized_as is None and self.stored is ExpertFormat.separate and own and None not in formats:
+        if self.quantized_as is None and self.stored is ExpertStorage.separate and own and None not in formats:
             self.quantized_as = common_format(list(own))
             self.keeps_quants = self.quantized_as is not None
 
@@ -283,8 +283,8 @@ class ExpertsWeight(Weight[PackedExperts]):
         return concatenate(parts)
 
     def _weight_of(self, expert: int, readers: Sequence[Reader]) -> Tensor:
-        if self.stored is ExpertFormat.separate:
+        if self.stored is ExpertStorage.separate:
             first = expert * self.num_parts
             return torch.cat([reader.read() for reader in readers[first : first + self.num_parts]])
         weight = readers[0].rows(expert, expert + 1)[0]
-        return weight.t().contiguous() if self.stored is ExpertFormat.stacked_transposed else weight
+        return weight.t().contiguous() if self.stored is ExpertStorage.stacked_transposed else weight

@@ -12,7 +12,7 @@ from tilewright.layers.mlp import MoeConfig
 from tilewright.layers.rope import rope_parameters
 from tilewright.models.text_config import Config, decoder_config, has_separate_experts, integer, model_width, moe_config
 from tilewright.types import UnsupportedConfig
-from tilewright.weights.linear import ExpertFormat
+from tilewright.weights.linear import ExpertStorage
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -33,7 +33,7 @@ def text_config(config: Config, shapes: Shapes, *, tied: bool, interleaved: bool
     moe = None
     if "num_experts" in config:
         renormalize = bool(config.get("norm_topk_prob", True))
-        moe = moe_config(config, expert_format(shapes, predictor=False), renormalize=renormalize)
+        moe = moe_config(config, expert_storage(shapes, predictor=False), renormalize=renormalize)
     decoder = decoder_config(
         _with_rope(config, num_axes),
         qk_norm=True,
@@ -67,13 +67,13 @@ def mtp_layer(config: Config, decoder: DecoderConfig, shapes: Shapes) -> LayerSp
     moe = next((spec.mlp for spec in decoder.layers if isinstance(spec.mlp, MoeConfig)), None)
     if moe is None:
         return layer
-    return replace(layer, mlp=replace(moe, stored=expert_format(shapes, predictor=True)))
+    return replace(layer, mlp=replace(moe, stored=expert_storage(shapes, predictor=True)))
 
 
-def expert_format(shapes: Shapes, *, predictor: bool) -> ExpertFormat:
+def expert_storage(shapes: Shapes, *, predictor: bool) -> ExpertStorage:
     """Return how the experts of the decoder or of its predictor are stored: stacked as released, or separately."""
     names = [name for name in shapes if name.startswith("mtp.") == predictor]
-    return ExpertFormat.separate if has_separate_experts(names) else ExpertFormat.stacked
+    return ExpertStorage.separate if has_separate_experts(names) else ExpertStorage.stacked
 
 
 def _with_rope(config: Config, num_axes: int) -> Config:

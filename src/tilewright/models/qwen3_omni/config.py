@@ -24,7 +24,7 @@ from tilewright.models.text_config import (
     table,
 )
 from tilewright.types import UnsupportedConfig
-from tilewright.weights.linear import ExpertFormat
+from tilewright.weights.linear import ExpertStorage
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -358,7 +358,7 @@ def _sparse_decoder(config: Config, shapes: Shapes, *, is_talker: bool) -> Decod
     named = {**config, "rope_parameters": parameters}
     # A thinker that was saved separately has no prefix.
     names = [name for name in shapes if name.startswith(f"{TALKER}.") == is_talker]
-    stored = ExpertFormat.separate if has_separate_experts(names) else ExpertFormat.stacked
+    stored = ExpertStorage.separate if has_separate_experts(names) else ExpertStorage.stacked
     moe = moe_config(named, stored, renormalize=bool(config.get("norm_topk_prob", True)))
     return decoder_config(named, qk_norm=True, tied=False, moe=moe, default_head_width=_HEAD_WIDTH)
 

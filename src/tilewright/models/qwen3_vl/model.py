@@ -23,7 +23,7 @@ from tilewright.models.text_config import (
     whole_name,
 )
 from tilewright.types import UnsupportedConfig
-from tilewright.weights.linear import ExpertFormat
+from tilewright.weights.linear import ExpertStorage
 
 TEXT, VISION = "model.language_model", "model.visual"
 UNSAID = {"rope_theta": 500_000.0}  # defaults of a config
@@ -68,22 +68,22 @@ def _build_dense(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Qwen3
 
 def _build_moe(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Qwen3Vl:
     text_config = {**UNSAID, **table(config, "text_config")}
-    moe = moe_config(text_config, _expert_format(text_config, shapes), renormalize=True)
+    moe = moe_config(text_config, _expert_storage(text_config, shapes), renormalize=True)
     text = decoder_config(text_config, qk_norm=True, tied=is_tied(config), moe=moe)
     return Qwen3Vl(text, VisionConfig.from_dict(table(config, "vision_config")))
 
 
-def _expert_format(text_config: Config, shapes: Mapping[str, tuple[int, ...]]) -> ExpertFormat:
+def _expert_storage(text_config: Config, shapes: Mapping[str, tuple[int, ...]]) -> ExpertStorage:
     """Return how experts are stored: [E, inputs, outputs] as published; newer tools transpose or separate them."""
     if has_separate_experts(shapes):
-        return ExpertFormat.separate
+        return ExpertStorage.separate
     width, inner = integer(text_config, "hidden_size"), integer(text_config, "moe_intermediate_size")
     published = {"gate_up_proj": (width, 2 * inner), "down_proj": (inner, width)}
     # Both weights decide: if experts are as wide as the model, or half as wide, one of them is square.
     found = {
         (part, shape[1:]) for name, shape in shapes.items() if (part := name.rpartition(".experts.")[2]) in published
     }
-    return ExpertFormat.stacked_transposed if found == set(published.items()) else ExpertFormat.stacked
+    return ExpertStorage.stacked_transposed if found == set(published.items()) else ExpertStorage.stacked
 
 
 FAMILIES = {
