@@ -13,25 +13,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from tilewright.layers.partition import ThreadSetting
+from tilewright.ops.quantized import QuantFormat
 from tilewright.types import RequestError
-
-# A quantised format and how many values of a row share a scale, 0 for the whole row, as in `ops.packed.weight_format`;
-# None: the model's own type.
-Format = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Formats of a model's weights.
+    """Formats of a model's weights; None is the model's own type.
 
     `products` is the format of linears and experts, `head` that of the output head, also if it is the embedding table.
     `careful`, if given, is that of the linears most sensitive to errors: attention of text decoders, all of their first
     and last layer, and the down projections of narrow ones.
     """
 
-    products: Format | None = None
-    head: Format | None = None
-    careful: Format | None = None
+    products: QuantFormat | None = None
+    head: QuantFormat | None = None
+    careful: QuantFormat | None = None
     keeps_quants: bool = True  # quantised tensors of a checkpoint keep their quants, unless `products` says otherwise
 
     @property

@@ -20,6 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# The name of a quantised format, and how many values of a row share a scale, 0 for all of them.
+QuantFormat = tuple[str, int]
+
 NAMES = (
     "fp8",
     "int8_exact",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewright.host.files import CheckpointError
-from tilewright.ops.quantized import Quantized
+from tilewright.ops.quantized import QuantFormat, Quantized
 from tilewright.weights import hub
 from tilewright.weights.gguf.checkpoint import GgufCheckpoint
 from tilewright.weights.gguf.projector import NO_PROJECTOR
@@ -44,7 +44,7 @@ class Checkpoint(Protocol):
     def rows(self, name: str, begin: int, end: int) -> Tensor:
         """Return rows [begin, end) of its first axis, as a view if the format allows."""
 
-    def quantized_as(self, name: str) -> tuple[str, int] | None:
+    def quantized_as(self, name: str) -> QuantFormat | None:
         """Return the format of a tensor's own quants (`ops.packed.weight_format`); None if `rows` is exact."""
 
     def quantized_rows(self, name: str, begin: int, end: int) -> Quantized:

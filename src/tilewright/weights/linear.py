@@ -16,7 +16,7 @@ from tilewright.ops.linear import PackedWeight, pack_weight_rows
 from tilewright.ops.media import pack_patch_embedding
 from tilewright.ops.moe import PackedExperts
 from tilewright.ops.packed import weight_format
-from tilewright.ops.quantized import Quantized, concatenate
+from tilewright.ops.quantized import QuantFormat, Quantized, concatenate
 from tilewright.weights.gguf.quants import common_format, in_format
 from tilewright.weights.spec import QuantizedReader, Reader, Shard, Weight, WeightSource, stacked
 
@@ -51,7 +51,7 @@ class LinearWeight(Weight[PackedWeight]):
         gated: bool = False,
         tanh_scale: str | None = None,
         row_scale: str | None = None,
-        quantized_as: tuple[str, int] | None = None,
+        quantized_as: QuantFormat | None = None,
     ) -> None:
         assert tanh_scale is None or row_scale is None, "a weight has one scale"
         named = [LinearPart(*part) for part in parts]
@@ -75,7 +75,7 @@ class LinearWeight(Weight[PackedWeight]):
         self.has_row_scale = row_scale is not None
         self.quantized_as = quantized_as
         self.keeps_quants = False  # the checkpoint's quants are kept, instead of rounding their values
-        self.pieces: tuple[tuple[int, tuple[str, int] | None], ...] = ()  # runs of parts with one format each
+        self.pieces: tuple[tuple[int, QuantFormat | None], ...] = ()  # runs of parts with one format each
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:
         scale = readers[-1].read().float() if self.is_scaled else None
@@ -95,7 +95,7 @@ class LinearWeight(Weight[PackedWeight]):
         self,
         weights: Sequence[Reader],
         biases: Sequence[Reader],
-        quantized_as: tuple[str, int] | None,
+        quantized_as: QuantFormat | None,
         scale: Tensor | None,
         dtype: torch.dtype,
     ) -> PackedWeight:
@@ -118,7 +118,7 @@ class LinearWeight(Weight[PackedWeight]):
             row_dtype=dtype,
         )
 
-    def keep_quants(self, formats: Sequence[tuple[str, int] | None]) -> None:
+    def keep_quants(self, formats: Sequence[QuantFormat | None]) -> None:
         own = list(formats[: self.num_parts])
         if self.quantized_as is not None or self.is_scaled or not any(own):
             return
@@ -132,9 +132,9 @@ class LinearWeight(Weight[PackedWeight]):
             self.pieces, self.keeps_quants = pieces, True
 
 
-def _runs(formats: Sequence[tuple[str, int] | None]) -> tuple[tuple[int, tuple[str, int] | None], ...]:
+def _runs(formats: Sequence[QuantFormat | None]) -> tuple[tuple[int, QuantFormat | None], ...]:
     """Return how many consecutive parts are one product, and its format, which must hold the quants of all of them."""
-    runs: list[tuple[int, tuple[str, int] | None]] = []
+    runs: list[tuple[int, QuantFormat | None]] = []
     for format in formats:
         if runs:
             count, before = runs[-1]
@@ -156,7 +156,7 @@ def _stacked_rows(parts: Sequence[Reader], begin: int, end: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _stacked_quants(parts: Sequence[Reader], begin: int, end: int, format: tuple[str, int]) -> Quantized:
+def _stacked_quants(parts: Sequence[Reader], begin: int, end: int, format: QuantFormat) -> Quantized:
     """Return rows [begin, end) of the stacked parts, as quants in a format that holds those of all parts."""
     pieces = [
         cast(QuantizedReader, part).quantized_rows(first, last) for part, first, last in _pieces(parts, begin, end)
@@ -230,7 +230,7 @@ class ExpertsWeight(Weight[PackedExperts]):
         *,
         part_shard: Shard | None = None,
         column_shard: Shard | None = None,
-        quantized_as: tuple[str, int] | None = None,
+        quantized_as: QuantFormat | None = None,
     ) -> None:
         part_rows = rows // len(parts)
         if stored is ExpertStorage.separate:
@@ -266,7 +266,7 @@ class ExpertsWeight(Weight[PackedExperts]):
             packed.pack(expert, self._quants_of(expert, readers) or self._weight_of(expert, readers))
         self._value = packed
 
-    def keep_quants(self, formats: Sequence[tuple[str, int] | None]) -> None:
+    def keep_quants(self, formats: Sequence[QuantFormat | None]) -> None:
         own = {format for format in formats if format is not None}
         if self.quantized_as is None and self.stored is ExpertStorage.separate and own and None not in formats:
             self.quantized_as = common_format(list(own))

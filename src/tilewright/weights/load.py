@@ -18,7 +18,7 @@ from tilewright.host.memory import require_room, trim_heap
 from tilewright.ops import backend
 from tilewright.ops.linear import PackedWeight
 from tilewright.ops.packed import Packed
-from tilewright.ops.quantized import Quantized
+from tilewright.ops.quantized import QuantFormat, Quantized
 from tilewright.weights.cache import ChecksummedData, PackedCache
 from tilewright.weights.checkpoint import Checkpoint, CheckpointError
 from tilewright.weights.quantized import WHAT_TO_DO, quantized_format
@@ -114,7 +114,7 @@ def _expected_bytes(weights: Iterable[Weight], dtype: torch.dtype) -> int:
     """Return roughly the size of the packed weights."""
     total_bytes = 0.0
     for weight in weights:
-        form: tuple[str, int] | None = getattr(weight, "quantized_as", None)
+        form: QuantFormat | None = getattr(weight, "quantized_as", None)
         value_bytes: float = dtype.itemsize if form is None else 1.0 if "8" in form[0] else 0.5
         total_bytes += value_bytes * sum(math.prod(source.own_shape) for source in weight.sources)
     return int(total_bytes)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilewright.host.files import CheckpointError
-from tilewright.ops.quantized import Quantized, dequantize
+from tilewright.ops.quantized import QuantFormat, Quantized, dequantize
 from tilewright.weights.safetensors import SafetensorsCheckpoint
 from tilewright.weights.stored_linear import Awq, Bytes, Fp8, Gptq, Mxfp4, PackedInts, StoredLinear, Tensors
 
@@ -134,7 +134,7 @@ class QuantizedCheckpoint:
             return dequantize(self._linears[name].rows(begin, end))
         return self._plain.rows(name, begin, end)
 
-    def quantized_as(self, name: str) -> tuple[str, int] | None:
+    def quantized_as(self, name: str) -> QuantFormat | None:
         """Return the format of a tensor's quants; None if it has none."""
         return self._linears[name].format if name in self._linears else None
 

@@ -22,7 +22,7 @@ from typing import Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from tilewright.ops.quantized import Quantized, columns_of, concatenate, zeros_like
+from tilewright.ops.quantized import QuantFormat, Quantized, columns_of, concatenate, zeros_like
 
 PADDING = -1  # first entry of a run of zeros
 # A rank's share of a width is rounded up to whole tiles of the packed weights, if that adds at most a sixteenth.
@@ -231,7 +231,7 @@ class Weight(ABC, Generic[Value]):
         """Set the value from tensors in memory."""
         self.fill([_InMemory(tensor) for tensor in tensors], dtype)
 
-    def keep_quants(self, formats: Sequence[tuple[str, int] | None]) -> None:
+    def keep_quants(self, formats: Sequence[QuantFormat | None]) -> None:
         """Tell the weight, before `fill`, in which formats its sources have quants: it may choose to keep them."""
 
     def restore(self, value: Value) -> None:

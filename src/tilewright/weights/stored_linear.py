@@ -17,8 +17,6 @@ from torch import Tensor
 from tilewright.host.files import CheckpointError
 from tilewright.ops.quantized import GROUP_SIZES, Quantized, group_sizes, stored_scale
 
-Format = tuple[str, int]  # as in ops.packed.weight_format
-
 # Group size for rows with one scale in a format that has only groups: few scales, and ranks can split rows there.
 _GROUPS_OF_ROWS = 128
 # AWQ's order: index among eight neighbours of each nibble of an int32, from the lowest on.
@@ -49,7 +47,7 @@ class StoredLinear(ABC):
     """A weight [n, k] of a module."""
 
     shape: tuple[int, int]
-    format: Format
+    format: QuantFormat
 
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
@@ -81,7 +79,7 @@ class StoredLinear(ABC):
         )
 
 
-def grouped_format(module: str, name: str, k: int, group_size: int) -> Format:
+def grouped_format(module: str, name: str, k: int, group_size: int) -> QuantFormat:
     """Return a format with the checkpoint's groups, or with smaller ones that divide them."""
     sizes = group_sizes(name)
     if group_size == -1 or group_size > k:

@@ -29,6 +29,7 @@ from tilewright.ops.linear import PackedWeight
 from tilewright.ops.media import pack_patch_embedding
 from tilewright.ops.norm import layer_norm
 from tilewright.ops.plan import empty, empty_in_huge_pages, scope
+from tilewright.ops.quantized import QuantFormat
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.linear import LinearPart, LinearWeight
 from tilewright.weights.spec import Reader, Shard, Weight, WeightSource, along
@@ -110,7 +111,7 @@ class MapProjectorWeight(LinearWeight):
         super().__init__([LinearPart(name, rows, shard)], width * (1 + num_inner), bias=bias)
         self.width, self.num_inner = width, num_inner
 
-    def keep_quants(self, formats: Sequence[tuple[str, int] | None]) -> None:
+    def keep_quants(self, formats: Sequence[QuantFormat | None]) -> None:
         """Ignore the quants: columns that share a scale do not stay together."""
 
     def build_from(self, readers: Sequence[Reader], dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewright.host.files import CheckpointError, exists
-from tilewright.ops.quantized import Quantized
+from tilewright.ops.quantized import QuantFormat, Quantized
 from tilewright.weights.gguf.config import (
     ROPE_FREQUENCIES,
     known_architecture,
@@ -126,7 +126,7 @@ class GgufCheckpoint:
         heads = tensor.rows(first * head_rows, last * head_rows)
         return _in_order(heads, head_rows)[begin - first * head_rows : end - first * head_rows]
 
-    def quantized_as(self, name: str) -> tuple[str, int] | None:
+    def quantized_as(self, name: str) -> QuantFormat | None:
         """Return the format of a matrix's quants; None if it has none that kernels multiply."""
         tensor = self._tensors[name]
         split = SPLITS.get(tensor.format.name) if isinstance(tensor, PlacedTensor) else None

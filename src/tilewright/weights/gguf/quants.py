@@ -13,10 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewright.ops.quantized import WIDENED, WITH_MINS, WITH_ZEROS, Quantized, quants_of, stored_scale, values_dtype
+from tilewright.ops.quantized import (
+    WIDENED,
+    WITH_MINS,
+    WITH_ZEROS,
+    QuantFormat,
+    Quantized,
+    quants_of,
+    stored_scale,
+    values_dtype,
+)
 from tilewright.weights.dequantize import half, power_of_two, scales_and_minima
-
-Format = tuple[str, int]  # as in ops.packed.weight_format
 
 # Quants [B, block elements], scales and mins [B, groups] of blocks of bytes [B, block bytes].
 _Parts = tuple[Tensor, Tensor, Tensor | None]
@@ -26,7 +33,7 @@ _Parts = tuple[Tensor, Tensor, Tensor | None]
 class Split:
     """Conversion of a tensor type's blocks to quants, scales and mins, and the format with the same quants."""
 
-    format: Format
+    format: QuantFormat
     block_bytes: int
     parts: Callable[[Tensor], _Parts]
 
@@ -117,7 +124,7 @@ SPLITS = {
 }
 
 
-def common_format(formats: Sequence[Format]) -> Format | None:
+def common_format(formats: Sequence[QuantFormat]) -> QuantFormat | None:
     """Return a format for the quants of all: their own, or bytes in the smallest of their groups; None if none exists.
 
     Formats whose products do not round x are not mixed, nor are zeros or whole rows with other kinds of groups.
@@ -130,7 +137,7 @@ def common_format(formats: Sequence[Format]) -> Format | None:
     return name, min(group_size for _, group_size in formats)
 
 
-def in_format(weight: Quantized, format: Format) -> Quantized:
+def in_format(weight: Quantized, format: QuantFormat) -> Quantized:
     """Return the same quants in a format that `common_format` returned for theirs."""
     name, group_size = format
     if (weight.name, weight.group_size) == format:
