@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.host.files import CheckpointError
-from tilewright.ops.quantized import GROUP_SIZES, Quantized, group_sizes, stored_scale
+from tilewright.ops.quantized import GROUP_SIZES, QuantFormat, Quantized, group_sizes, stored_scale
 
 # Group size for rows with one scale in a format that has only groups: few scales, and ranks can split rows there.
 _GROUPS_OF_ROWS = 128

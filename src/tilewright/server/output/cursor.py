@@ -32,7 +32,7 @@ class Ends:
 class Cursor:
     """A position in a text that grows at its end.
 
-    Text that was read is dropped, so that the cost per character does not grow; after `keep` a copy is kept, for
+    Text that was read is dropped, so that the cost per character does not grow; after `mark` a copy is kept, for
     readers that may need it again.
     """
 
@@ -40,7 +40,7 @@ class Cursor:
         self._text = ""
         self._position = 0
         self._is_ended = False
-        self._kept: list[str] | None = None
+        self._marked: list[str] | None = None
 
     def push(self, text: str) -> None:
         """Append text."""
@@ -51,26 +51,26 @@ class Cursor:
         """Mark the end of the text: paused generators then finish with the text there is."""
         self._is_ended = True
 
-    def keep(self) -> None:
+    def mark(self) -> None:
         """Keep a copy of all text that is read from here on."""
-        self._kept = []
+        self._marked = []
 
-    def kept(self) -> str:
-        """Return the text read since `keep`, and stop keeping it."""
-        kept = "".join(self._kept or [])
-        self.forget()
-        return kept
+    def since_mark(self) -> str:
+        """Return the text read since `mark`, and drop the mark."""
+        text = "".join(self._marked or [])
+        self.unmark()
+        return text
 
-    def forget(self) -> None:
-        """Drop the text read since `keep`, and stop keeping it."""
-        self._kept = None
+    def unmark(self) -> None:
+        """Drop the mark, and the text read since."""
+        self._marked = None
 
-    def take(self, length: int) -> str:
+    def read(self, length: int) -> str:
         """Read the next `length` characters, which must have arrived."""
         text = self._text[self._position : self._position + length]
         self._position += length
-        if self._kept is not None:
-            self._kept.append(text)
+        if self._marked is not None:
+            self._marked.append(text)
         return text
 
     def peek(self) -> Steps[str]:
@@ -81,21 +81,21 @@ class Cursor:
             yield
         return self._text[self._position]
 
-    def take_if(self, tag: str) -> Steps[bool]:
+    def read_if(self, tag: str) -> Steps[bool]:
         """Read the tag if it comes next; return whether it did."""
         while not self._text.startswith(tag, self._position):
             if self._is_ended or not tag.startswith(self._text[self._position : self._position + len(tag)]):
                 return False
             yield
-        self.take(len(tag))
+        self.read(len(tag))
         return True
 
-    def take_markup(self, tag: str) -> Steps[bool]:
-        """Do as `take_if`, and drop a tag that the end of the text cut off."""
-        is_whole = yield from self.take_if(tag)
+    def read_markup(self, tag: str) -> Steps[bool]:
+        """Do as `read_if`, and drop a tag that the end of the text cut off."""
+        is_whole = yield from self.read_if(tag)
         rest = self._text[self._position :] if self._is_ended else ""
         if not is_whole and rest and tag.startswith(rest):
-            self.take(len(rest))
+            self.read(len(rest))
         return is_whole
 
     def drop_cut(self, ends: Ends) -> Steps[None]:
@@ -105,7 +105,7 @@ class Cursor:
             if ends.num_undecided(self._text, self._position) != length:
                 return
             if self._is_ended:
-                self.take(length)
+                self.read(length)
                 return
             yield
 
@@ -114,19 +114,19 @@ class Cursor:
         """True if the text has ended and all of it is read."""
         return self._is_ended and self._position == len(self._text)
 
-    def take_all(self, characters: str) -> Steps[str]:
+    def read_all(self, characters: str) -> Steps[str]:
         """Read the run of these characters that comes next, which may be empty."""
         run: list[str] = []
         while (character := (yield from self.peek())) and character in characters:
             start = end = self._position
             while end < len(self._text) and self._text[end] in characters:
                 end += 1
-            run.append(self.take(end - start))
+            run.append(self.read(end - start))
         return "".join(run)
 
-    def take_space(self) -> Steps[str]:
+    def read_space(self) -> Steps[str]:
         """Read the white space that comes next, which may be empty."""
-        return (yield from self.take_all(SPACE))
+        return (yield from self.read_all(SPACE))
 
     def read_until(self, ends: Ends, emit: Callable[[str], object]) -> Steps[str]:
         """Emit text as it arrives up to one of the ends, and return that without reading it; "" if the text ended."""
@@ -134,12 +134,12 @@ class Cursor:
             num_held = 0 if self._is_ended else ends.num_undecided(self._text, self._position)
             length = len(self._text) - self._position - num_held
             if length:
-                emit(self.take(length))
+                emit(self.read(length))
             if self._is_ended:
                 return ""
             yield
         if found.start() > self._position:
-            emit(self.take(found.start() - self._position))
+            emit(self.read(found.start() - self._position))
         return found.group()
 
 

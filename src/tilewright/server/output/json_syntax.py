@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.server.output.cursor import SPACE, Cursor, Ends, Steps
-from tilewright.server.output.pieces import Output
+from tilewright.server.output.pieces import PieceBuffer
 from tilewright.server.output.tools import NAME, Tool, ToolSyntax, any_call, calls, json_calls, literal
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
@@ -26,7 +26,7 @@ class JsonCall:
     with its arguments. None: it is a call with any name, and begins with the name.
     """
 
-    def __init__(self, text: Cursor, output: Output, names: Container[str] | None) -> None:
+    def __init__(self, text: Cursor, output: PieceBuffer, names: Container[str] | None) -> None:
         self._text = text
         self._output = output
         self._names = names
@@ -38,16 +38,16 @@ class JsonCall:
     def read(self) -> Steps[None]:
         """Read the object, or up to where it is malformed; `has_begun` is then true if it was a call."""
         text = self._text
-        if not (yield from text.take_if("{")):
+        if not (yield from text.read_if("{")):
             return
         while True:
-            yield from text.take_space()
+            yield from text.read_space()
             if not (yield from self._read_member()):
                 return
-            yield from text.take_space()
-            if not (yield from text.take_if(",")):
+            yield from text.read_space()
+            if not (yield from text.read_if(",")):
                 break
-        if (yield from text.take_if("}")) and self._name is not None:
+        if (yield from text.read_if("}")) and self._name is not None:
             self._begin()
             if not self._has_arguments:
                 self._output.arguments("{}")
@@ -56,10 +56,10 @@ class JsonCall:
         """Read a key and its value; return whether both are complete and the object can still be a call."""
         text = self._text
         key = yield from _read_string(text)
-        yield from text.take_space()
-        if key is None or not (yield from text.take_if(":")):
+        yield from text.read_space()
+        if key is None or not (yield from text.read_if(":")):
             return False
-        yield from text.take_space()
+        yield from text.read_space()
         if key == "name" and self._name is None:
             return (yield from self._read_name())
         if key in _ARGUMENT_KEYS and not self._has_arguments:
@@ -88,7 +88,7 @@ class JsonCall:
         if self.has_begun or self._name is None:
             return
         self.has_begun = True
-        self._text.forget()
+        self._text.unmark()
         self._output.begin_call(self._name)
         self._output.arguments("".join(self._early_arguments))
 
@@ -122,7 +122,7 @@ def _pass_value(text: Cursor, emit: Emit) -> Steps[bool]:
             if not (yield from _pass_string(text, emit)):
                 return False
             continue
-        emit(text.take(1))
+        emit(text.read(1))
         depth += 1 if end in "{[" else -1
         if depth == 0:
             return True
@@ -131,13 +131,13 @@ def _pass_value(text: Cursor, emit: Emit) -> Steps[bool]:
 
 def _pass_string(text: Cursor, emit: Emit) -> Steps[bool]:
     """Emit the text of the string that begins here as it arrives; return whether it is complete."""
-    emit(text.take(1))
+    emit(text.read(1))
     while end := (yield from text.read_until(_STRING_ENDS, emit)):
-        emit(text.take(1))
+        emit(text.read(1))
         if end == '"':
             return True
         if (yield from text.peek()):  # the escaped character, which may be a quotation mark
-            emit(text.take(1))
+            emit(text.read(1))
     return False
 
 
@@ -149,19 +149,19 @@ _ENDS = Ends(_OPENING)
 class HermesSyntax(ToolSyntax):
     """<tool_call>, {"name": ..., "arguments": {...}}, </tool_call>, each on its own line; any number of calls."""
 
-    def read(self, text: Cursor, output: Output, tools: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
+    def read(self, text: Cursor, output: PieceBuffer, tools: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
         while (yield from text.read_until(_ENDS, output.content)):
-            text.keep()
-            text.take(len(_OPENING))
-            yield from text.take_space()
+            text.mark()
+            text.read(len(_OPENING))
+            yield from text.read_space()
             call = JsonCall(text, output, names=None)
             yield from call.read()
             if not call.has_begun:
                 output.content_unless_cut(text)
                 continue
-            yield from text.take_space()
-            yield from text.take_markup(_CLOSING)
-            yield from text.take_space()
+            yield from text.read_space()
+            yield from text.read_markup(_CLOSING)
+            yield from text.read_space()
             yield from text.drop_cut(_ENDS)
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> list[str]:
@@ -185,17 +185,17 @@ class LlamaSyntax(ToolSyntax):
 
     takes_several: bool = True  # False: the template refuses messages with more than one call
 
-    def read(self, text: Cursor, output: Output, tools: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
+    def read(self, text: Cursor, output: PieceBuffer, tools: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
         has_called = False
         while True:
-            text.keep()
-            yield from text.take_space()
-            if has_called and (yield from text.take_if(";")):
-                yield from text.take_space()
+            text.mark()
+            yield from text.read_space()
+            if has_called and (yield from text.read_if(";")):
+                yield from text.read_space()
             if has_called and not (yield from text.peek()):
                 return
-            yield from text.take_if(_MARK)
-            yield from text.take_space()
+            yield from text.read_if(_MARK)
+            yield from text.read_space()
             call = JsonCall(text, output, names=tools)
             yield from call.read()
             if not call.has_begun:

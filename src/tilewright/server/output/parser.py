@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tilewright.server.output.cursor import Cursor, Ends, HeldEnd, Steps
 from tilewright.server.output.json_syntax import HermesSyntax, LlamaSyntax
-from tilewright.server.output.pieces import Output, Piece
+from tilewright.server.output.pieces import Piece, PieceBuffer
 from tilewright.server.output.qwen_xml import QwenXmlSyntax
 from tilewright.server.output.tools import ToolSyntax, parameters_by_name
 from tilewright.types import REASONING_TAGS
@@ -40,32 +40,32 @@ def has_reasoning(template_source: str) -> bool:
     return _CLOSING in template_source
 
 
-def read_reasoning(text: Cursor, output: Output, *, is_open: bool, splits: bool) -> Steps[None]:
+def read_reasoning(text: Cursor, output: PieceBuffer, *, is_open: bool, splits: bool) -> Steps[None]:
     """Read the reasoning, up to the beginning of the content.
 
     It begins at once if the prompt has opened it (`is_open`; a second opening tag is then dropped), else with a tag
     that only white space precedes. Line breaks beside the tags are dropped. Without `splits`, all of it is content,
     tags included.
     """
-    space = yield from text.take_space()
-    has_tag = yield from text.take_if(_OPENING)
+    space = yield from text.read_space()
+    has_tag = yield from text.read_if(_OPENING)
     if not has_tag and not is_open:
         output.content(space)
     elif splits:
-        space = (yield from text.take_space()) if has_tag else space
+        space = (yield from text.read_space()) if has_tag else space
         yield from _split(text, output, space.lstrip("\n"))
     else:
         output.content(space + _OPENING if has_tag else space)
         if (yield from text.read_until(_ENDS, output.content)):
-            output.content(text.take(len(_CLOSING)))
+            output.content(text.read(len(_CLOSING)))
 
 
-def _split(text: Cursor, output: Output, beginning: str) -> Steps[None]:
+def _split(text: Cursor, output: PieceBuffer, beginning: str) -> Steps[None]:
     held = HeldEnd("\n")
     output.reasoning(held.push(beginning))
     if (yield from text.read_until(_ENDS, lambda piece: output.reasoning(held.push(piece)))):
-        text.take(len(_CLOSING))
-        yield from text.take_all("\n")
+        text.read(len(_CLOSING))
+        yield from text.read_all("\n")
     else:
         output.reasoning(held.release())
 
@@ -84,7 +84,7 @@ class OutputParser:
         self._tool_syntax = tool_syntax if tools else None
         self._tools = parameters_by_name(tools)
         self._text = Cursor()
-        self._output = Output(expects_calls=self._tool_syntax is not None)
+        self._output = PieceBuffer(expects_calls=self._tool_syntax is not None)
         self._steps = self._read(opens_reasoning, splits_reasoning)
 
     @property
@@ -96,14 +96,14 @@ class OutputParser:
         """Append text; return the pieces that are certain now."""
         self._text.push(text)
         next(self._steps, None)
-        return self._output.take()
+        return self._output.flush()
 
     def finish(self) -> list[Piece]:
         """End the answer; return the remaining pieces."""
         self._text.end()
         next(self._steps, None)
         self._output.end()
-        return self._output.take()
+        return self._output.flush()
 
     def _read(self, opens_reasoning: bool, splits_reasoning: bool) -> Steps[None]:
         yield from read_reasoning(self._text, self._output, is_open=opens_reasoning, splits=splits_reasoning)

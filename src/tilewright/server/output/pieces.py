@@ -28,8 +28,8 @@ class Piece:
     tool_call: ToolCallDelta | None = None
 
 
-class Output:
-    """Collects pieces until `take`.
+class PieceBuffer:
+    """Collects the pieces of an answer until `flush`.
 
     If calls are possible, white space at the end of content is held back: it is dropped if a call follows.
     """
@@ -45,12 +45,12 @@ class Output:
             self._pieces.append(Piece(content=text))
 
     def content_unless_cut(self, text: Cursor) -> None:
-        """Append the kept text, which was no call, as content; drop it if it is a later call that the end cut off."""
-        kept = text.kept()
+        """Append the marked text, which was no call, as content; drop it if it is a later call that the end cut off."""
+        marked = text.since_mark()
         if self.num_calls == 0:
-            self.content(kept)
+            self.content(marked)
         elif not text.is_exhausted:
-            self.content(kept.lstrip(SPACE))
+            self.content(marked.lstrip(SPACE))
 
     def reasoning(self, text: str) -> None:
         """Append reasoning."""
@@ -74,7 +74,7 @@ class Output:
         if text := self._content.release():
             self._pieces.append(Piece(content=text))
 
-    def take(self) -> list[Piece]:
+    def flush(self) -> list[Piece]:
         """Return the pieces so far and remove them; neighbours of the same kind are joined."""
         pieces, self._pieces = self._pieces, []
         return _joined(pieces)

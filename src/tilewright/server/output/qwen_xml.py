@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from tilewright.server.output.cursor import Cursor, Ends, Steps
-from tilewright.server.output.pieces import Output
+from tilewright.server.output.pieces import PieceBuffer
 from tilewright.server.output.tools import (
     NAME,
     Tool,
@@ -31,12 +31,12 @@ _AFTER = f"\n{CLOSING}\n"
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
-def read_value(text: Cursor, output: Output, kinds: frozenset[str]) -> Steps[bool]:
+def read_value(text: Cursor, output: PieceBuffer, kinds: frozenset[str]) -> Steps[bool]:
     """Read a value and its closing tag, and append the value's JSON to the call's arguments; return whether it ended.
 
     `kinds`: the JSON types its schema allows. A string is passed on as it arrives, other values when complete.
     """
-    yield from text.take_if("\n")
+    yield from text.read_if("\n")
     if kinds <= {"string"}:
         output.arguments('"')
         end = yield from text.read_until(_VALUE_ENDS, lambda piece: output.arguments(_dumps(piece)[1:-1]))
@@ -47,7 +47,7 @@ def read_value(text: Cursor, output: Output, kinds: frozenset[str]) -> Steps[boo
         end = yield from text.read_until(_VALUE_ENDS, parts.append)
         value = "".join(parts)
         output.arguments(_as_json(value, kinds) if end else value)
-    text.take(len(end))
+    text.read(len(end))
     return bool(end)
 
 
@@ -135,22 +135,22 @@ class QwenXmlSyntax(ToolSyntax):
     Models sometimes omit the outer tag: a <function=NAME> without it is a call if a tool has that name.
     """
 
-    def read(self, text: Cursor, output: Output, tools: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
+    def read(self, text: Cursor, output: PieceBuffer, tools: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
         while tag := (yield from text.read_until(_ENDS, output.content)):
-            text.keep()
+            text.mark()
             if tag == _OPENING:
-                text.take(len(tag))
-                yield from text.take_space()
+                text.read(len(tag))
+                yield from text.read_space()
             name = yield from _read_name(text)
             if name is None or (tag == _FUNCTION and name not in tools):
                 output.content_unless_cut(text)
                 continue
-            text.forget()
+            text.unmark()
             output.begin_call(name)
             yield from _read_parameters(text, output, tools.get(name, {}))
-            yield from text.take_space()
-            yield from text.take_markup(_CLOSING)
-            yield from text.take_space()
+            yield from text.read_space()
+            yield from text.read_markup(_CLOSING)
+            yield from text.read_space()
             yield from text.drop_cut(_ENDS)
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> list[str]:
@@ -164,31 +164,31 @@ class QwenXmlSyntax(ToolSyntax):
 def _read_name(text: Cursor) -> Steps[str | None]:
     """Read the name in <function=NAME>; return None if it is malformed."""
     parts: list[str] = []
-    if not (yield from text.take_markup(_FUNCTION)) or (yield from text.read_until(_NAME_ENDS, parts.append)) != ">":
+    if not (yield from text.read_markup(_FUNCTION)) or (yield from text.read_until(_NAME_ENDS, parts.append)) != ">":
         return None
-    text.take(1)
+    text.read(1)
     name = "".join(parts)
     return name if NAME.fullmatch(name) else None
 
 
-def _read_parameters(text: Cursor, output: Output, schema: Mapping[str, Any]) -> Steps[None]:
+def _read_parameters(text: Cursor, output: PieceBuffer, schema: Mapping[str, Any]) -> Steps[None]:
     """Read up to the function's end, or to where it is malformed: the arguments then end there."""
     listing = listing_of(schema)
     before = "{"
     while True:
-        yield from text.take_space()
-        if (yield from text.take_markup(_PARAMETER)):
+        yield from text.read_space()
+        if (yield from text.read_markup(_PARAMETER)):
             parts: list[str] = []
             if (yield from text.read_until(_KEY_ENDS, parts.append)) != ">":
                 return
-            text.take(1)
+            text.read(1)
             key = "".join(parts)
             output.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
             before = ", "
             known = listing.get("properties", {}).get(key, listing.get("additionalProperties"))
             if not (yield from read_value(text, output, kinds_of(known, schema))):
                 return
-        elif (yield from text.take_markup(_FUNCTION_CLOSING)) or (yield from text.take_markup(_CLOSING)):
+        elif (yield from text.read_markup(_FUNCTION_CLOSING)) or (yield from text.read_markup(_CLOSING)):
             output.arguments("{}" if before == "{" else "}")
             return
         else:

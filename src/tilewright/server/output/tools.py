@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.server.output.cursor import Cursor, Steps
-from tilewright.server.output.pieces import Output
+from tilewright.server.output.pieces import PieceBuffer
 from tilewright.types import Constraint, RequestError
 
 
@@ -22,7 +22,7 @@ class ToolSyntax(ABC):
     """The syntax in which a model writes tool calls: its parser and its grammar."""
 
     @abstractmethod
-    def read(self, text: Cursor, output: Output, tools: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
+    def read(self, text: Cursor, output: PieceBuffer, tools: Mapping[str, Mapping[str, Any]]) -> Steps[None]:
         """Read the answer after its reasoning. `tools`: schemas of parameters by tool name."""
 
     @abstractmethod
