@@ -14,7 +14,7 @@ from odd_server import DONE, event, finish, token, usage
 
 from tilewright.bench.serve import run
 from tilewright.bench.serve.run import ClosedLoop, OpenLoop, arrivals
-from tilewright.bench.serve.sample import Failure, MeasuredAnswer, Sample, StreamError, error_message
+from tilewright.bench.serve.sample import MeasuredAnswer, RequestFailure, Sample, StreamError, error_message
 from tilewright.bench.serve.summary import Distribution, is_good, parse_goodput, percentile, summarise
 from tilewright.bench.serve.workload import WorkloadRequest
 from tilewright.types import RequestError
@@ -27,7 +27,7 @@ def data(event: bytes) -> bytes:
 def sample_of(*timed: tuple[float, bytes], sent_s: float = 10.0, end_s: float = 20.0) -> Sample:
     answer = MeasuredAnswer()
     for at_s, one in timed:
-        answer.take(data(one), at_s)
+        answer.add(data(one), at_s)
     answer.end()
     return answer.sample(WorkloadRequest(3, b"", 5), sent_s, end_s, None)
 
@@ -93,7 +93,7 @@ def test_an_answer_without_a_token():
 )
 def test_streams_that_go_wrong(event, kind, message):
     with pytest.raises(StreamError) as raised:
-        MeasuredAnswer().take(event, 1.0)
+        MeasuredAnswer().add(event, 1.0)
     assert raised.value.kind == kind and message in str(raised.value)
 
 
@@ -106,14 +106,14 @@ def json_like(leaves):
 def test_whatever_a_server_sends_is_an_answer_or_a_failure(value):
     answer = MeasuredAnswer()
     with contextlib.suppress(StreamError):
-        answer.take(json.dumps(value).encode(), 1.0)
+        answer.add(json.dumps(value).encode(), 1.0)
     sample = answer.sample(WorkloadRequest(0, b"", 1), 0.0, 2.0, None)
     assert summarise([sample]).num_answered == 1
 
 
 def test_a_stream_that_just_ends():
     answer = MeasuredAnswer()
-    answer.take(data(token("a")), 1.0)
+    answer.add(data(token("a")), 1.0)
     with pytest.raises(StreamError, match="without a finish_reason and without"):
         answer.end()
 
@@ -168,7 +168,7 @@ def made(number: int, **fields) -> Sample:
 
 
 def failed(number: int, kind: str, message: str) -> Sample:
-    return made(number, output_tokens=2, failure=Failure(kind, message))
+    return made(number, output_tokens=2, failure=RequestFailure(kind, message))
 
 
 def test_a_run_by_hand():

@@ -115,22 +115,22 @@ def test_what_steers_much_is_not_rounded(networks):
     assert exact and all(name.endswith((".mlp.gate.weight", ".in_proj_b.weight")) for name in exact), exact
     for name, format in formats.items():
         if ".layers." in name and name not in exact:
-            is_careful = ".self_attn." in name or name.endswith("shared_expert.down_proj.weight")
-            assert format == ("int8_rotated" if is_careful else "int4_rotated in groups of 32"), name
+            is_sensitive = ".self_attn." in name or name.endswith("shared_expert.down_proj.weight")
+            assert format == ("int8_rotated" if is_sensitive else "int4_rotated in groups of 32"), name
     assert any(".self_attn." in name for name in formats)
     assert {format for name, format in formats.items() if "lm_head" in name or "embed_tokens" in name} == {
         "int8_rotated"
     }
 
 
-@pytest.mark.parametrize(("num_layers", "careful"), [(8, {0, 7}), (7, set())])
-def test_first_and_last_layers_are_rounded_less(num_layers, careful, networks):
+@pytest.mark.parametrize(("num_layers", "sensitive"), [(8, {0, 7}), (7, set())])
+def test_first_and_last_layers_are_rounded_less(num_layers, sensitive, networks):
     config = tiny.config_of(networks("qwen3")[1]) | {"num_hidden_layers": num_layers, "layer_types": None}
     with precision.use(precision.named("int4")):
         model = family_of(config).build(config, {})
     formats = {i: layer.mlp.gate_up.weight.quantized_as for i, layer in enumerate(model.decoder.layers)}
-    assert {i for i, format in formats.items() if format == ("int8_rotated", 0)} == careful
-    assert {format for i, format in formats.items() if i not in careful} == {("int4_rotated", 32)}
+    assert {i for i, format in formats.items() if format == ("int8_rotated", 0)} == sensitive
+    assert {format for i, format in formats.items() if i not in sensitive} == {("int4_rotated", 32)}
 
 
 @pytest.mark.parametrize(("width", "format"), [(960, ("int8_rotated", 0)), (1024, ("int4_rotated", 32))])

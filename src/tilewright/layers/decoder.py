@@ -97,7 +97,7 @@ class DecoderLayer:
             self.attention = GatedDeltaNet(f"{name}.linear_attn", config, own)
         elif isinstance(config, AttentionConfig):
             scale = f"{name}.self_attn_layer_scale.scale" if spec.scales_rows else None
-            with precision.use(precision.current().with_care):
+            with precision.use(precision.current().for_sensitive):
                 self.attention = Attention(f"{name}.self_attn", config, own, row_scale=scale)
         else:
             raise UnsupportedConfig(f"{name} attends to encoder states, expected it to attend to its own sequence")
@@ -140,7 +140,7 @@ def _layers(name: str, specs: Sequence[LayerSpec]) -> list[DecoderLayer | CrossL
     for layer, spec in enumerate(specs):
         is_end = layer in (0, last) and len(specs) >= LEAST_LAYERS_WITH_ENDS
         kind = type(spec.attention)
-        with precision.use(formats.with_care if is_end else formats):
+        with precision.use(formats.for_sensitive if is_end else formats):
             made.append(_layer(f"{name}.{layer}", spec, num_before[kind]))
         num_before[kind] += 1
     return made

@@ -21,16 +21,16 @@ from tilewright.ops.plan import empty_in_huge_pages
 class FeatureMemory:
     """Reused memory for feature maps of tens to hundreds of MB: fresh memory costs a page fault per 4 KB.
 
-    A layer takes memory for its output and gives back what is no longer read, so that no more maps are in memory than
+    A layer allocates memory for its output and frees what is no longer read, so that no more maps are in memory than
     needed. The torch backend's tensors are allocated by torch.
     """
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
-        self._taken: dict[int, Tensor] = {}  # by address
+        self._in_use: dict[int, Tensor] = {}  # by address
         self.peak_bytes = 0
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor in the smallest free memory that it fits, or in new memory."""
         if backend.active() != "native":
             return torch.empty(shape, dtype=dtype, device=backend.device())
@@ -43,17 +43,17 @@ class FeatureMemory:
             # dropped.
             self._free.clear()
             memory = empty_in_huge_pages(size_bytes, torch.uint8)
-        self._taken[memory.data_ptr()] = memory
-        held = sum(memory.numel() for memory in (*self._free, *self._taken.values()))
+        self._in_use[memory.data_ptr()] = memory
+        held = sum(memory.numel() for memory in (*self._free, *self._in_use.values()))
         self.peak_bytes = max(self.peak_bytes, held)
         return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def like(self, x: Tensor) -> Tensor:
-        return self.take(tuple(x.shape), x.dtype)
+    def empty_like(self, x: Tensor) -> Tensor:
+        return self.empty(tuple(x.shape), x.dtype)
 
-    def give(self, x: Tensor) -> None:
-        """Free what `take` returned; other memory is ignored."""
-        memory = self._taken.pop(x.data_ptr(), None)
+    def free(self, x: Tensor) -> None:
+        """Free what `empty` returned; other memory is ignored."""
+        memory = self._in_use.pop(x.data_ptr(), None)
         if memory is not None:
             self._free.append(memory)
 

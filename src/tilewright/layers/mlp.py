@@ -17,7 +17,7 @@ from tilewright.weights.linear import ExpertStorage
 
 # Narrower models keep their down projections more precise: with 576 and 896 columns these made a third to two thirds of
 # the divergence.
-LEAST_WIDTH_WITHOUT_CARE = 1024
+MIN_ROBUST_WIDTH = 1024
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_erf", "quick_gelu": "gelu_quick"}
 
 
@@ -57,7 +57,7 @@ class GatedMlp:
         parts = [(f"{name}.gate_proj", inner_width, shard), (f"{name}.up_proj", inner_width, shard)]
         self.gate_up = Linear(parts, width, bias=bias, gated=True)
         formats = precision.current()
-        with precision.use(formats.with_care if width < LEAST_WIDTH_WITHOUT_CARE else formats):
+        with precision.use(formats.for_sensitive if width < MIN_ROBUST_WIDTH else formats):
             self.down = Linear(
                 [(f"{name}.down_proj", width)],
                 inner_width,

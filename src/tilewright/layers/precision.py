@@ -22,24 +22,24 @@ class Precision:
     """Formats of a model's weights; None is the model's own type.
 
     `products` is the format of linears and experts, `head` that of the output head, also if it is the embedding table.
-    `careful`, if given, is that of the linears most sensitive to errors: attention of text decoders, all of their first
+    `sensitive`, if given, is that of the linears most sensitive to errors: attention of text decoders, all of their first
     and last layer, and the down projections of narrow ones.
     """
 
     products: QuantFormat | None = None
     head: QuantFormat | None = None
-    careful: QuantFormat | None = None
+    sensitive: QuantFormat | None = None
     keeps_quants: bool = True  # quantised tensors of a checkpoint keep their quants, unless `products` says otherwise
 
     @property
     def block(self) -> int:
-        """Columns that share a scale: ranks that split a model keep them together."""
-        return max(format[1] for format in (self.products, self.head, self.careful, ("", 1)) if format is not None)
+        """The number of columns that share a scale: ranks that split a model keep them together."""
+        return max(format[1] for format in (self.products, self.head, self.sensitive, ("", 1)) if format is not None)
 
     @property
-    def with_care(self) -> Precision:
+    def for_sensitive(self) -> Precision:
         """The precision of the most sensitive linears."""
-        return self if self.careful is None else replace(self, products=self.careful)
+        return self if self.sensitive is None else replace(self, products=self.sensitive)
 
 
 # The head has a row per vocabulary token, and an error there chooses another token: 8 bits at least.
@@ -49,7 +49,7 @@ _NAMED = {
     "int8": Precision(("int8_rotated", 0), ("int8_rotated", 0)),
     # Groups with bases and whole-number steps, so that prompts are products of bytes. Attention is a small part of
     # layers, and more than half of the divergence.
-    "int4": Precision(("int4_rotated", 32), ("int8_rotated", 0), careful=("int8_rotated", 0)),
+    "int4": Precision(("int4_rotated", 32), ("int8_rotated", 0), sensitive=("int8_rotated", 0)),
     "fp8": Precision(("fp8", 128), ("fp8", 128)),
     "none": Precision(keeps_quants=False),
 }

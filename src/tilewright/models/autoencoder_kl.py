@@ -142,11 +142,11 @@ class ResnetBlock:
     def __call__(self, x: Tensor, memory: FeatureMemory) -> Tensor:
         """Return the block's result, which may lie in x's memory: the block frees or overwrites x."""
         shape = (*x.shape[:-1], self.conv1.out_channels)
-        inner = self.conv1(x, norm=self.norm1.table(self.norm1.statistics(x)), out=memory.take(shape, x.dtype))
+        inner = self.conv1(x, norm=self.norm1.table(self.norm1.statistics(x)), out=memory.empty(shape, x.dtype))
         out = x
         if self.shortcut is not None:
-            out = self.shortcut(x, out=memory.take(shape, x.dtype))
-            memory.give(x)
+            out = self.shortcut(x, out=memory.empty(shape, x.dtype))
+            memory.free(x)
         return self._finish(inner, out, memory)
 
     def upsampled(self, x: Tensor, step: UpsampleConv2d, band_rows: int, memory: FeatureMemory) -> Tensor:
@@ -157,9 +157,9 @@ class ResnetBlock:
         _, rows, columns, _ = x.shape
         shape = (1, 2 * rows, 2 * columns, self.conv1.out_channels)
         bands = list(bands_of(rows, max(band_rows // 2, 1)))
-        inner = memory.take(shape, x.dtype)
+        inner = memory.empty(shape, x.dtype)
         # Maps that are not read yet leave room for a band.
-        largest = memory.take((1, 2 * (bands[0][1] + 2), 2 * columns, step.out_channels), x.dtype)
+        largest = memory.empty((1, 2 * (bands[0][1] + 2), 2 * columns, step.out_channels), x.dtype)
 
         def band_of(begin: int, end: int) -> Tensor:
             return step(x, rows=(begin, end), out=largest[:, : 2 * (end - begin)])
@@ -167,11 +167,11 @@ class ResnetBlock:
         norm = self.norm1.table(
             merged_statistics([(end - begin, self.norm1.statistics(band_of(begin, end))) for begin, end in bands])
         )
-        out = memory.take(shape, x.dtype)
+        out = memory.empty(shape, x.dtype)
         for begin, end in bands:
             self._enter_band(band_of(max(begin - 1, 0), min(end + 1, rows)), (begin, end), rows, norm, inner, out)
-        memory.give(largest)
-        memory.give(x)
+        memory.free(largest)
+        memory.free(x)
         return self._finish(inner, out, memory)
 
     def _enter_band(
@@ -191,7 +191,7 @@ class ResnetBlock:
 
     def _finish(self, inner: Tensor, out: Tensor, memory: FeatureMemory) -> Tensor:
         self.conv2(inner, norm=self.norm2.table(self.norm2.statistics(inner)), residual=out, out=out)
-        memory.give(inner)
+        memory.free(inner)
         return out
 
 
@@ -262,8 +262,8 @@ class KlDownStage:
         if self.step is None:
             return x
         _, rows, columns, channels = x.shape
-        out = self.step(x, out=memory.take((1, rows // 2, columns // 2, channels), x.dtype))
-        memory.give(x)
+        out = self.step(x, out=memory.empty((1, rows // 2, columns // 2, channels), x.dtype))
+        memory.free(x)
         return out
 
 
@@ -281,8 +281,8 @@ class KlUpStage:
             x = self.resnets[0].upsampled(x, self.step, band_rows, memory)
         else:
             _, rows, columns, _ = x.shape
-            large = self.step(x, out=memory.take((1, 2 * rows, 2 * columns, self.step.out_channels), x.dtype))
-            memory.give(x)
+            large = self.step(x, out=memory.empty((1, 2 * rows, 2 * columns, self.step.out_channels), x.dtype))
+            memory.free(x)
             x = self.resnets[0](large, memory)
         for resnet in self.resnets[1:]:
             x = resnet(x, memory)
@@ -314,12 +314,12 @@ class KlEncoder:
         self.conv_out = Conv2d("encoder.conv_out", widths[-1], 2 * config.latent_channels)
 
     def __call__(self, x: Tensor, memory: FeatureMemory) -> Tensor:
-        x = self.conv_in(x, out=memory.take((*x.shape[:-1], self.conv_in.out_channels), x.dtype))
+        x = self.conv_in(x, out=memory.empty((*x.shape[:-1], self.conv_in.out_channels), x.dtype))
         for stage in self.stages:
             x = stage(x, memory)
         x = self.mid(x, memory)
         result = self.conv_out(x, norm=self.norm_out.table(self.norm_out.statistics(x)))
-        memory.give(x)
+        memory.free(x)
         return result
 
 
@@ -342,12 +342,12 @@ class KlDecoder:
 
     def __call__(self, z: Tensor, memory: FeatureMemory, tile: int | None) -> Tensor:
         """Return the picture; `tile`: rows of the picture in a band; None for whole maps."""
-        x = self.conv_in(z, out=memory.take((*z.shape[:-1], self.conv_in.out_channels), z.dtype))
+        x = self.conv_in(z, out=memory.empty((*z.shape[:-1], self.conv_in.out_channels), z.dtype))
         x = self.mid(x, memory)
         for i, stage in enumerate(self.stages):
             x = stage(x, memory, None if tile is None else max(tile >> (len(self.stages) - 1 - i), 2))
         result = self.conv_out(x, norm=self.norm_out.table(self.norm_out.statistics(x)))
-        memory.give(x)
+        memory.free(x)
         return result
 
     def map_channels(self) -> int:

@@ -122,7 +122,7 @@ def empty_weight(
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"pack_weight: bias has shape {list(bias.shape)}, expected [N={n}]")
     form = PackedForm(dtype if isinstance(dtype, WeightFormat) else weight_format(dtype), n, k, gated)
-    data, scales = form.room()
+    data, scales = form.allocate()
     return PackedWeight(data, form, scales, row_dtype, None if bias is None else pack_bias(bias, gated))
 
 

@@ -29,7 +29,7 @@ class PackedExperts(Packed):
             what = "gate|up experts of an even n" if gated else "experts"
             raise ValueError(f"PackedExperts: {num_experts} experts of {n} x {k}, expected 1 or more {what}")
         form = PackedForm(dtype if isinstance(dtype, WeightFormat) else weight_format(dtype), n, k, gated)
-        data, scales = form.room(num_experts)
+        data, scales = form.allocate(num_experts)
         return cls(data, form, scales)
 
     @property

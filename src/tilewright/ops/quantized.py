@@ -194,7 +194,7 @@ class _Best:
         self.error: Tensor | None = None
         self.parts: tuple[Tensor, ...] = ()
 
-    def offer(self, error: Tensor, *parts: Tensor) -> None:
+    def update(self, error: Tensor, *parts: Tensor) -> None:
         if self.error is None:
             self.error, self.parts = error, parts
             return
@@ -214,7 +214,7 @@ def _int4(grouped: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
         scales = stored_scale(farthest / -place, "int4", group_size)
         quants = (grouped * _inverse(scales)).round_().clamp_(-8, 7)
         error = torch.addcmul(grouped, quants, scales.float()[..., None], value=-1).square_().sum(-1)
-        best.offer(error, scales, quants)
+        best.update(error, scales, quants)
     scales, quants = best.parts
     return scales, quants
 
@@ -258,7 +258,7 @@ def _in_steps(rotated: Tensor, name: str, group_size: int, k: int) -> Quantized:
             quants = (grouped - base[..., None]) * (1 / step)[..., None]
             quants = torch.minimum(quants.clamp(min=0), last[..., None]).round()
             error = grouped - (quants * step[..., None] + base[..., None])
-            best.offer(error.square().sum(-1), step, base, quants)
+            best.update(error.square().sum(-1), step, base, quants)
             base = mean - step * quants.mean(-1)
     step, base, quants = best.parts
     steps = torch.cat([step, base], -1).to(torch.int8)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Call:
+class SystemCall:
     """An allowed system call with its number on each architecture; None where the call does not exist."""
 
     x86_64: int | None
@@ -27,66 +27,68 @@ class Call:
 
 # Memory, clocks, and files and sockets that are already open.
 CALLS = {
-    "read": Call(0, 63),
-    "write": Call(1, 64),
-    "close": Call(3, 57),
-    "fstat": Call(5, 80),
-    "poll": Call(7, None),  # aarch64 has neither poll nor select: the C library calls ppoll and pselect6
-    "lseek": Call(8, 62),
-    "mmap": Call(9, 222),
-    "mprotect": Call(10, 226),
-    "munmap": Call(11, 215),
-    "brk": Call(12, 214),
-    "rt_sigaction": Call(13, 134),
-    "rt_sigprocmask": Call(14, 135),
-    "rt_sigreturn": Call(15, 139),
-    "pread64": Call(17, 67),
-    "readv": Call(19, 65),
-    "writev": Call(20, 66),
-    "select": Call(23, None),
-    "sched_yield": Call(24, 124),
-    "mremap": Call(25, 216),
-    "mincore": Call(27, 232),
-    "madvise": Call(28, 233),
-    "nanosleep": Call(35, 101),
-    "setitimer": Call(38, 103),
-    "getpid": Call(39, 172),
-    "sendto": Call(44, 206),
-    "recvfrom": Call(45, 207),
-    "shutdown": Call(48, 210),
-    "exit": Call(60, 93),
-    "uname": Call(63, 160),
-    "fcntl": Call(72, 25, 1, (1, 3, 1030)),  # F_GETFD, F_GETFL, F_DUPFD_CLOEXEC; other commands could send signals
-    "gettimeofday": Call(96, 169),
-    "getrlimit": Call(97, 163),
-    "getrusage": Call(98, 165),
-    "sysinfo": Call(99, 179),
-    "times": Call(100, 153),
-    "getuid": Call(102, 174),
-    "getgid": Call(104, 176),
-    "geteuid": Call(107, 175),
-    "getegid": Call(108, 177),
-    "sigaltstack": Call(131, 132),
-    "gettid": Call(186, 178),
-    "futex": Call(202, 98),
-    "sched_getaffinity": Call(204, 123),
-    "restart_syscall": Call(219, 128),
-    "clock_gettime": Call(228, 113),
-    "clock_getres": Call(229, 114),
-    "clock_nanosleep": Call(230, 115),
-    "exit_group": Call(231, 94),
+    "read": SystemCall(0, 63),
+    "write": SystemCall(1, 64),
+    "close": SystemCall(3, 57),
+    "fstat": SystemCall(5, 80),
+    "poll": SystemCall(7, None),  # aarch64 has neither poll nor select: the C library calls ppoll and pselect6
+    "lseek": SystemCall(8, 62),
+    "mmap": SystemCall(9, 222),
+    "mprotect": SystemCall(10, 226),
+    "munmap": SystemCall(11, 215),
+    "brk": SystemCall(12, 214),
+    "rt_sigaction": SystemCall(13, 134),
+    "rt_sigprocmask": SystemCall(14, 135),
+    "rt_sigreturn": SystemCall(15, 139),
+    "pread64": SystemCall(17, 67),
+    "readv": SystemCall(19, 65),
+    "writev": SystemCall(20, 66),
+    "select": SystemCall(23, None),
+    "sched_yield": SystemCall(24, 124),
+    "mremap": SystemCall(25, 216),
+    "mincore": SystemCall(27, 232),
+    "madvise": SystemCall(28, 233),
+    "nanosleep": SystemCall(35, 101),
+    "setitimer": SystemCall(38, 103),
+    "getpid": SystemCall(39, 172),
+    "sendto": SystemCall(44, 206),
+    "recvfrom": SystemCall(45, 207),
+    "shutdown": SystemCall(48, 210),
+    "exit": SystemCall(60, 93),
+    "uname": SystemCall(63, 160),
+    "fcntl": SystemCall(
+        72, 25, 1, (1, 3, 1030)
+    ),  # F_GETFD, F_GETFL, F_DUPFD_CLOEXEC; other commands could send signals
+    "gettimeofday": SystemCall(96, 169),
+    "getrlimit": SystemCall(97, 163),
+    "getrusage": SystemCall(98, 165),
+    "sysinfo": SystemCall(99, 179),
+    "times": SystemCall(100, 153),
+    "getuid": SystemCall(102, 174),
+    "getgid": SystemCall(104, 176),
+    "geteuid": SystemCall(107, 175),
+    "getegid": SystemCall(108, 177),
+    "sigaltstack": SystemCall(131, 132),
+    "gettid": SystemCall(186, 178),
+    "futex": SystemCall(202, 98),
+    "sched_getaffinity": SystemCall(204, 123),
+    "restart_syscall": SystemCall(219, 128),
+    "clock_gettime": SystemCall(228, 113),
+    "clock_getres": SystemCall(229, 114),
+    "clock_nanosleep": SystemCall(230, 115),
+    "exit_group": SystemCall(231, 94),
     # Only with AT_EMPTY_PATH, as the C library queries an open file. A filter cannot see paths, with which the call
     # would reveal the size and the times of a file, but not its contents.
-    "newfstatat": Call(262, 79, 3, (0x1000,)),
-    "pselect6": Call(270, 72),
-    "ppoll": Call(271, 73),
-    "set_robust_list": Call(273, 99),
-    "preadv": Call(295, 69),
-    "prlimit64": Call(302, 261, 0, (0,)),  # only its own limits
-    "getcpu": Call(309, 168),
-    "getrandom": Call(318, 278),
-    "membarrier": Call(324, 283),
-    "rseq": Call(334, 293),
+    "newfstatat": SystemCall(262, 79, 3, (0x1000,)),
+    "pselect6": SystemCall(270, 72),
+    "ppoll": SystemCall(271, 73),
+    "set_robust_list": SystemCall(273, 99),
+    "preadv": SystemCall(295, 69),
+    "prlimit64": SystemCall(302, 261, 0, (0,)),  # only its own limits
+    "getcpu": SystemCall(309, 168),
+    "getrandom": SystemCall(318, 278),
+    "membarrier": SystemCall(324, 283),
+    "rseq": SystemCall(334, 293),
 }
 # uname's name -> the kernel's number of the architecture (AUDIT_ARCH_*). x32 calls have the number of x86-64, but call
 # numbers from 0x40000000 on, none of which is listed.
@@ -122,7 +124,7 @@ def filter_program(machine: str) -> bytes | None:
     return b"".join([*steps, _step(_RETURN, _REFUSE)])
 
 
-def _verdict(call: Call) -> list[bytes]:
+def _verdict(call: SystemCall) -> list[bytes]:
     if call.argument is None:
         return [_step(_RETURN, _ALLOW)]
     steps = [_step(_LOAD, _ARGUMENTS_AT + 8 * call.argument)]

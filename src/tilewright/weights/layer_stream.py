@@ -87,7 +87,7 @@ class LayerStream:
         """Make layer `index` ready to compute: release others, wait until it is in memory, start reading the next."""
         following = (index + 1) % len(self.ranges)
         for other in [one for one in self._reading if one not in (index, following)]:
-            self._let_go(other)
+            self._release(other)
         self._read(index)
         self._reading[index].result()
         self._read(following)
@@ -96,14 +96,14 @@ class LayerStream:
         if index not in self._reading:
             self._reading[index] = self._reader.submit(self.ranges[index].read)
 
-    def _let_go(self, index: int) -> None:
+    def _release(self, index: int) -> None:
         if index < self.num_kept:
             return
         self._reading.pop(index).result()
         own, others = self.ranges[index], [self.ranges[other] for other in self._reading]
         lowest = max([self._begin, *(other.end for other in others if other.end <= own.begin)])
         highest = min([self._end, *(other.begin for other in others if other.begin >= own.end)])
-        own.widened(lowest, highest).let_go()
+        own.widened(lowest, highest).release()
 
 
 class StreamedLayer:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tilewright.bench.http_client import Client, HttpError
 from tilewright.bench.report import aligned, write_document
-from tilewright.bench.serve.sample import Failure, StreamError, check
+from tilewright.bench.serve.sample import RequestFailure, StreamError, check
 from tilewright.bench.serve.summary import PERCENTS, Distribution
 from tilewright.bench.serve.workload import WORDS, WorkloadRequest
 
@@ -67,7 +67,7 @@ class ImageSample:
     num_pictures: int = 0
     step_s: float | None = None  # None: the server does not report it
     queued_s: float | None = None
-    failure: Failure | None = None
+    failure: RequestFailure | None = None
 
 
 async def send_image(
@@ -79,9 +79,9 @@ async def send_image(
     try:
         answer = await asyncio.wait_for(read(client, path, request.body), timeout_s)
     except (asyncio.TimeoutError, TimeoutError):
-        failure = Failure("timeout", f"no {what} within {timeout_s:g} s")
+        failure = RequestFailure("timeout", f"no {what} within {timeout_s:g} s")
     except (HttpError, StreamError) as error:
-        failure = Failure(error.kind, str(error))
+        failure = RequestFailure(error.kind, str(error))
     timings = answer.get("timings") or {}
     return ImageSample(
         request.number,

@@ -31,15 +31,15 @@ class EventDecoder:
         elif piece:
             self._is_after_cr = False
         *lines, self._rest = (self._rest + piece).split(b"\n")
-        return [event for line in lines if (event := self._take_line(line)) is not None]
+        return [event for line in lines if (event := self._add_line(line)) is not None]
 
     def end(self) -> list[bytes]:
         """Return the last event, if the body ended without its empty line."""
-        found = [self._take_line(line) for line in (self._rest, b"")]
+        found = [self._add_line(line) for line in (self._rest, b"")]
         self._rest = b""
         return [event for event in found if event is not None]
 
-    def _take_line(self, line: bytes) -> bytes | None:
+    def _add_line(self, line: bytes) -> bytes | None:
         if line.startswith(b"data:"):
             self._data.append(line[6:] if line[5:6] == b" " else line[5:])
         elif line == b"data":
@@ -58,7 +58,7 @@ MAX_MESSAGE_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
-class Failure:
+class RequestFailure:
     """The reason of an incomplete answer: a kind, which is counted, and the message of the server or the connection."""
 
     kind: str
@@ -82,7 +82,7 @@ class Sample:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     finish_reasons: tuple[str, ...] = ()
-    failure: Failure | None = None
+    failure: RequestFailure | None = None
 
     @property
     def token_s(self) -> float | None:
@@ -94,7 +94,7 @@ class Sample:
 
 
 class StreamError(Exception):
-    """An answer is an error, or incomplete; `kind` is that of Failure."""
+    """An answer is an error, or incomplete; `kind` is that of RequestFailure."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -113,7 +113,7 @@ class MeasuredAnswer:
     finish_reasons: dict[int, str] = field(default_factory=dict)
     is_done: bool = False
 
-    def take(self, event: bytes, now_s: float) -> None:
+    def add(self, event: bytes, now_s: float) -> None:
         """Add an event that arrived at `now_s`; raise StreamError if it is an error, or not part of an answer."""
         if event == b"[DONE]":
             self.is_done = True
@@ -128,11 +128,11 @@ class MeasuredAnswer:
             self.usage = usage
         try:
             for choice in chunk.get("choices") or ():
-                self._take_choice(choice, now_s)
+                self._add_choice(choice, now_s)
         except (AttributeError, TypeError):
             raise StreamError("malformed", f"an event is {_text(event)!r}, expected choices like OpenAI's") from None
 
-    def _take_choice(self, choice: dict[str, Any], now_s: float) -> None:
+    def _add_choice(self, choice: dict[str, Any], now_s: float) -> None:
         index = choice.get("index") or 0
         if not isinstance(index, int):
             raise TypeError
@@ -140,9 +140,9 @@ class MeasuredAnswer:
             self.finish_reasons[index] = str(choice["finish_reason"])
         delta = choice.get("delta") or {}
         if choice.get("text") or any(delta.get(name) for name in DELTA_FIELDS):
-            self._take_token(index, now_s)
+            self._add_token(index, now_s)
 
-    def _take_token(self, index: int, now_s: float) -> None:
+    def _add_token(self, index: int, now_s: float) -> None:
         self.num_chunks += 1
         if self.first_s is None:
             self.first_s = now_s
@@ -155,7 +155,7 @@ class MeasuredAnswer:
         if not self.is_done and not self.finish_reasons:
             raise StreamError("closed", "the stream ended without a finish_reason and without [DONE]")
 
-    def sample(self, request: WorkloadRequest, sent_s: float, end_s: float, failure: Failure | None) -> Sample:
+    def sample(self, request: WorkloadRequest, sent_s: float, end_s: float, failure: RequestFailure | None) -> Sample:
         """Return the Sample of the answer; arguments' times are relative to the start of the run."""
         counted = _count(self.usage, "completion_tokens")
         return Sample(
@@ -189,13 +189,13 @@ async def send_request(
     answer, failure = MeasuredAnswer(), None
     sent_s = clock() - began_s
     try:
-        reading = _read(client, path, request.body, lambda event: answer.take(event, clock() - began_s))
+        reading = _read(client, path, request.body, lambda event: answer.add(event, clock() - began_s))
         await asyncio.wait_for(reading, timeout_s)
         answer.end()
     except (asyncio.TimeoutError, TimeoutError):
-        failure = Failure("timeout", f"no whole answer within {timeout_s:g} s")
+        failure = RequestFailure("timeout", f"no whole answer within {timeout_s:g} s")
     except (HttpError, StreamError) as error:
-        failure = Failure(error.kind, _shortened(str(error)))
+        failure = RequestFailure(error.kind, _shortened(str(error)))
     return answer.sample(request, sent_s, clock() - began_s, failure)
 
 

@@ -85,13 +85,13 @@ class ResidualBlock:
         """Return the block's result, which may lie in x's memory: the block frees or overwrites x."""
         shape = (*x.shape[:-1], self.conv1.out_channels)
         if self.shortcut is None:
-            out, normed = x, self.norm1(x, out=memory.like(x))
+            out, normed = x, self.norm1(x, out=memory.empty_like(x))
         else:
-            out, normed = self.shortcut(x, out=memory.take(shape, x.dtype)), self.norm1(x, out=x)
-        inner = history.convolve(self.conv1, normed, out=memory.take(shape, x.dtype))
-        memory.give(normed)
+            out, normed = self.shortcut(x, out=memory.empty(shape, x.dtype)), self.norm1(x, out=x)
+        inner = history.convolve(self.conv1, normed, out=memory.empty(shape, x.dtype))
+        memory.free(normed)
         history.convolve(self.conv2, self.norm2(inner, out=inner), residual=out, out=out)
-        memory.give(inner)
+        memory.free(inner)
         return out
 
 
@@ -137,18 +137,18 @@ class Downsampler:
     ) -> Tensor:
         """Return the smaller clip + residual, which has its shape."""
         batch, frames, rows, columns, channels = x.shape
-        small = memory.take((batch, frames, rows // 2, columns // 2, channels), x.dtype)
+        small = memory.empty((batch, frames, rows // 2, columns // 2, channels), x.dtype)
         at_once = residual if self.time_conv is None else None
         self.conv(x.flatten(0, 1), residual=None if at_once is None else at_once.flatten(0, 1), out=small.flatten(0, 1))
-        memory.give(x)
+        memory.free(x)
         if self.time_conv is None:
             return small
         if history.is_first:
             history.keep(self.time_conv, small)
             return small if residual is None else add(small, residual, out=small)
-        out = memory.take((batch, frames // 2, *small.shape[2:]), x.dtype)
+        out = memory.empty((batch, frames // 2, *small.shape[2:]), x.dtype)
         history.convolve(self.time_conv, small, residual=residual, out=out)
-        memory.give(small)
+        memory.free(small)
         return out
 
 
@@ -166,18 +166,18 @@ class Upsampler:
         """Return the larger clip + residual, which has its shape and is overwritten by it."""
         if self.time_conv is not None and not history.is_first:
             batch, frames, rows, columns, channels = x.shape
-            pairs = history.convolve(self.time_conv, x, out=memory.take((*x.shape[:-1], 2 * channels), x.dtype))
-            memory.give(x)
+            pairs = history.convolve(self.time_conv, x, out=memory.empty((*x.shape[:-1], 2 * channels), x.dtype))
+            memory.free(x)
             # Channels are those of a frame, then of the one after it.
-            x = memory.take((batch, 2 * frames, rows, columns, channels), x.dtype)
+            x = memory.empty((batch, 2 * frames, rows, columns, channels), x.dtype)
             x.view(batch, frames, 2, rows, columns, channels).copy_(pairs.unflatten(-1, (2, -1)).movedim(-2, 2))
-            memory.give(pairs)
+            memory.free(pairs)
         batch, frames, rows, columns, _ = x.shape
         out = residual
         if out is None:
-            out = memory.take((batch, frames, 2 * rows, 2 * columns, self.conv.out_channels), x.dtype)
+            out = memory.empty((batch, frames, 2 * rows, 2 * columns, self.conv.out_channels), x.dtype)
         self.conv(x.flatten(0, 1), residual=None if residual is None else residual.flatten(0, 1), out=out.flatten(0, 1))
-        memory.give(x)
+        memory.free(x)
         return out
 
 
@@ -226,7 +226,7 @@ class WanUpStage:
         )
         source = source.view(out_channels, stored_time, 2, 2)[:, stored_time - time_factor :]
         shape = (batch, frames * time_factor, 2 * rows, 2 * columns, out_channels)
-        out = memory.take(shape, x.dtype)
+        out = memory.empty(shape, x.dtype)
         for t in range(time_factor):
             for row in range(2):
                 for column in range(2):
@@ -291,7 +291,7 @@ def in_tiles(
             tile = x_BTHWC[:, :, seen_rows, seen_columns].clone(memory_format=torch.contiguous_format)
             clip = torch.cat(
                 [
-                    taken_from(memory, network(piece, history, memory), here)
+                    copied_out(memory, network(piece, history, memory), here)
                     for piece, history in pieces_of(tile, num_frames)
                 ],
                 dim=1,
@@ -303,10 +303,10 @@ def in_tiles(
     return result
 
 
-def taken_from(memory: FeatureMemory, result: Tensor, part: tuple[slice, ...] = ()) -> Tensor:
+def copied_out(memory: FeatureMemory, result: Tensor, part: tuple[slice, ...] = ()) -> Tensor:
     """Return a copy of a result, or of a part of it, and free its memory."""
     copy = result[part].clone(memory_format=torch.contiguous_format)
-    memory.give(result)
+    memory.free(result)
     return copy
 
 

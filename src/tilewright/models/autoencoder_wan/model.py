@@ -26,9 +26,9 @@ from tilewright.models.autoencoder_wan.blocks import (
     WanMidBlock,
     WanUpStage,
     chosen_side,
+    copied_out,
     in_tiles,
     pieces_of,
-    taken_from,
 )
 from tilewright.models.text_config import Config, integer
 from tilewright.models.vae import LatentScale, check_shape, check_tile
@@ -136,7 +136,7 @@ class WanEncoder:
 
     def large(self, x: Tensor, history: FrameHistory, memory: FeatureMemory) -> Tensor:
         """Run the stages that make a piece smaller, in which a pixel sees its neighbourhood."""
-        x = history.convolve(self.conv_in, x, out=memory.take((*x.shape[:-1], self.conv_in.out_channels), x.dtype))
+        x = history.convolve(self.conv_in, x, out=memory.empty((*x.shape[:-1], self.conv_in.out_channels), x.dtype))
         for stage in self.stages[:-1]:
             x = stage(x, history, memory)
         return x
@@ -145,7 +145,7 @@ class WanEncoder:
         """Run the rest, in which a pixel sees all others."""
         x = self.mid(self.stages[-1](x, history, memory), history, memory)
         out = history.convolve(self.conv_out, self.norm_out(x, out=x))
-        memory.give(x)
+        memory.free(x)
         return out
 
     def reach(self) -> int:
@@ -189,7 +189,7 @@ class WanDecoder:
 
     def small(self, z: Tensor, history: FrameHistory, memory: FeatureMemory) -> Tensor:
         """Run the layers in which a pixel sees all others, and the first stage."""
-        x = history.convolve(self.conv_in, z, out=memory.take((*z.shape[:-1], self.conv_in.out_channels), z.dtype))
+        x = history.convolve(self.conv_in, z, out=memory.empty((*z.shape[:-1], self.conv_in.out_channels), z.dtype))
         x = self.mid(x, history, memory)
         for stage in self.stages[: self.num_small]:
             x = stage(x, history, memory)
@@ -200,7 +200,7 @@ class WanDecoder:
         for stage in self.stages[self.num_small :]:
             x = stage(x, history, memory)
         out = history.convolve(self.conv_out, self.norm_out(x, out=x))
-        memory.give(x)
+        memory.free(x)
         return out
 
     def reach(self) -> int:
@@ -285,7 +285,7 @@ class AutoencoderWan:
             ]
             clip = torch.cat(pieces, dim=1)
         else:
-            maps = [taken_from(memory, decoder.small(piece, history, memory)) for piece, history in pieces_of(z, 1)]
+            maps = [copied_out(memory, decoder.small(piece, history, memory)) for piece, history in pieces_of(z, 1)]
             clip = in_tiles(
                 decoder.large,
                 torch.cat(maps, dim=1),
