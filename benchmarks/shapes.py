@@ -82,7 +82,7 @@ def packed(
 ) -> PackedWeight:
     own = weight_format(torch.bfloat16) if quantized_as is None else weight_format(*quantized_as)
     form = PackedForm(own, n, k, gated)
-    data, scales = form.room()
+    data, scales = form.allocate()
     fill(data, block.view(data.dtype))
     if scales is not None:
         fill_scales(scales)

@@ -83,9 +83,9 @@ def test_ranges_give_back_only_pages_of_their_own(file):
     begin = ranges_of(file)[0].begin
     Range(begin, begin + LAYER).read()
     whole = resident_bytes(file.path)
-    Range(begin + 100, begin + 3 * PAGE + 100).let_go()
+    Range(begin + 100, begin + 3 * PAGE + 100).release()
     assert resident_bytes(file.path) == whole - 2 * PAGE
-    Range(begin + 100, begin + 200).let_go()
+    Range(begin + 100, begin + 200).release()
     assert resident_bytes(file.path) == whole - 2 * PAGE
 
 
