@@ -22,7 +22,7 @@ class Precision:
     """Formats of a model's weights; None is the model's own type.
 
     `products` is the format of linears and experts, `head` that of the output head, also if it is the embedding table.
-    `sensitive`, if given, is that of the linears most sensitive to errors: attention of text decoders, all of their first
+    `sensitive`, if given, is that of linears where an error costs most: attention of text decoders, all of their first
     and last layer, and the down projections of narrow ones.
     """
 

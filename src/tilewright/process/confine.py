@@ -56,9 +56,7 @@ CALLS = {
     "shutdown": SystemCall(48, 210),
     "exit": SystemCall(60, 93),
     "uname": SystemCall(63, 160),
-    "fcntl": SystemCall(
-        72, 25, 1, (1, 3, 1030)
-    ),  # F_GETFD, F_GETFL, F_DUPFD_CLOEXEC; other commands could send signals
+    "fcntl": SystemCall(72, 25, 1, (1, 3, 1030)),  # F_GETFD, F_GETFL, F_DUPFD_CLOEXEC; others could send signals
     "gettimeofday": SystemCall(96, 169),
     "getrlimit": SystemCall(97, 163),
     "getrusage": SystemCall(98, 165),
