@@ -50,7 +50,7 @@ class Range:
         if _libc.madvise(begin, self.end - begin, _POPULATE_READ):
             _libc.madvise(begin, self.end - begin, mmap.MADV_WILLNEED)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the pages that hold nothing else: they are read from the file again when touched."""
         begin = -(-self.begin // mmap.PAGESIZE) * mmap.PAGESIZE
         end = self.end // mmap.PAGESIZE * mmap.PAGESIZE
