@@ -113,7 +113,7 @@ class PackedForm:
         """Type of the scales; bytes for scales and steps together, if the format has steps."""
         return torch.uint8 if self.format.has_steps else scale_dtype(self.format.name, self.format.group_size)
 
-    def room(self, *leading: int) -> tuple[Tensor, Tensor | None]:
+    def allocate(self, *leading: int) -> tuple[Tensor, Tensor | None]:
         """Allocate the data and the scales of a weight, or of several in `leading` axes."""
         data = empty_in_huge_pages(math.prod(leading) * self.num_elements, self.format.storage)
         if not self.format.is_quantized:

@@ -231,7 +231,7 @@ def _uint4(grouped: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
             scales, mins = stored_scale(scale, "uint4", group_size), stored_scale(-low, "uint4", group_size)
             quants = ((grouped + mins.float()[..., None]) * _inverse(scales)).round_().clamp_(0, 15)
             error = torch.addcmul(grouped + mins.float()[..., None], quants, scales.float()[..., None], value=-1)
-            best.offer(error.square_().sum(-1), scales, mins, quants)
+            best.update(error.square_().sum(-1), scales, mins, quants)
             # Least-squares line through the quants; a group with a single quant keeps its own.
             centre = quants.mean(-1)
             apart = quants - centre[..., None]
