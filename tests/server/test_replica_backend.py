@@ -11,12 +11,12 @@ from conftest import serving
 
 from tilewright.server.link.backend import (
     AnswerDelta,
+    DecodedLogprob,
     Ended,
     EngineRequest,
     Failed,
     ModelInfo,
     Restarted,
-    SpelledLogprob,
     Started,
 )
 from tilewright.server.replicas import backend as replica_backend
@@ -77,7 +77,7 @@ def test_a_second_attempt_continues_where_the_first_was_lost(num_seen, second):
 
 
 def test_logprobs_are_passed_on_once():
-    probs = [SpelledLogprob(letter.encode(), -1.0, ()) for letter in "abcd"]
+    probs = [DecodedLogprob(letter.encode(), -1.0, ()) for letter in "abcd"]
     first = [Started(3, False), delta("ab", 2, logprobs=tuple(probs[:2]))]
     second = [Started(3, False), delta("abc", 3, logprobs=tuple(probs[:3])), delta("d", 1, 0, "stop", tuple(probs[3:]))]
     seen = passed_on(first, [*second, ENDED])

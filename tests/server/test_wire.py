@@ -8,10 +8,10 @@ from test_frames import texts, through
 
 from tilewright.server.link.backend import (
     AnswerDelta,
+    DecodedLogprob,
     Ended,
     EngineRequest,
     Failed,
-    SpelledLogprob,
     Started,
     event_from_json,
     event_to_json,
@@ -20,8 +20,8 @@ from tilewright.server.link.backend import (
 )
 from tilewright.types import Constraint, Timings
 
-spelled = st.builds(
-    SpelledLogprob,
+decoded = st.builds(
+    DecodedLogprob,
     st.binary(max_size=8),
     st.none() | st.floats(allow_nan=False),
     st.lists(st.tuples(st.binary(max_size=8), st.floats(allow_nan=False)), max_size=3).map(tuple),
@@ -34,7 +34,7 @@ events = st.one_of(
         texts,
         st.integers(0),
         st.sampled_from([None, "stop", "length"]),
-        st.none() | st.lists(spelled, max_size=3).map(tuple),
+        st.none() | st.lists(decoded, max_size=3).map(tuple),
     ),
     st.builds(
         Ended,
@@ -43,7 +43,7 @@ events = st.one_of(
         st.integers(0),
         st.builds(Timings, st.floats(0, 9), st.floats(0, 9), st.floats(0, 9), st.none() | st.floats(0, 1e12)),
         st.none() | texts,
-        st.none() | st.lists(spelled, max_size=3).map(tuple),
+        st.none() | st.lists(decoded, max_size=3).map(tuple),
         st.none() | st.floats(0, 2),
     ),
     st.builds(Failed, st.sampled_from(["request", "engine", "unavailable"]), texts),

@@ -112,12 +112,12 @@ class ChunkDecoder:
                 if len(data) - at > MAX_LINE_BYTES:
                     raise MalformedAnswer(f"the line with a chunk's size is over {MAX_LINE_BYTES} bytes")
                 break
-            self._take_line(data[at:end].rstrip(b"\r"))
+            self._read_size_line(data[at:end].rstrip(b"\r"))
             at = end + 1
         self.rest = data[at:]
         return b"".join(parts)
 
-    def _take_line(self, line: bytes) -> None:
+    def _read_size_line(self, line: bytes) -> None:
         if self._is_line_end_due:
             if line:
                 raise MalformedAnswer("a chunk is longer than its size says")
@@ -151,7 +151,7 @@ class Client:
     @contextlib.asynccontextmanager
     async def request(self, method: str, path: str, body: bytes | None = None) -> AsyncIterator[Response]:
         """Send a request and give the response, before its body is read; raise HttpError without a response."""
-        connection = self._take_idle() or await self._connect()
+        connection = self._pop_idle() or await self._connect()
         try:
             response = await connection.send(self._head(method, path, body), body or b"")
             yield response
@@ -167,7 +167,7 @@ class Client:
         while self._idle:
             self._idle.pop()[1].close()
 
-    def _take_idle(self) -> _Connection | None:
+    def _pop_idle(self) -> _Connection | None:
         while self._idle:
             since_s, connection = self._idle.pop()
             if monotonic() - since_s < MAX_IDLE_S and not connection.reader.at_eof():

@@ -22,7 +22,7 @@ from tilewright.engine.load.assembly import build_core
 from tilewright.engine.load.loading import AUTO, LoadedModel, choose_format, load_model
 from tilewright.engine.loop import EngineLoop
 from tilewright.engine.measure.costs import Costs, costs_of
-from tilewright.engine.measure.memory import MemoryUse, kv_bytes, resident, share_out
+from tilewright.engine.measure.memory import MemoryUse, kv_bytes, resident, split_memory
 from tilewright.engine.measure.stats import Stats
 from tilewright.engine.media.features import encode_now, features_part
 from tilewright.engine.ranks.ranks import EngineRanks, start_ranks
@@ -180,7 +180,7 @@ class Engine:
             num_ranks = ranks.size
         own_bytes = kv_bytes(kv_memory, self.platform.available_bytes()) // num_ranks
         self.platform.require_room("keys and values (kv_memory)", own_bytes)
-        sizes = share_out(model, self.loaded.dtype.itemsize, self.limits, max_items, own_bytes, self._kv_byte_dtype)
+        sizes = split_memory(model, self.loaded.dtype.itemsize, self.limits, max_items, own_bytes, self._kv_byte_dtype)
         return build_core(
             model,
             self.loaded.dtype,

@@ -75,7 +75,7 @@ def plan_binding(
     if cpu_binding:
         cpus = _parse_lists(cpu_binding, size, topology.cpus)
     else:
-        cpus, warnings = _share_out(topology, size)
+        cpus, warnings = _assign_cores(topology, size)
     threads, thread_warnings = _count_threads(cpus, num_threads, topology.cpu_quota)
     ranks = [
         RankBinding(rank, rank_cpus, _memory_nodes(topology, rank_cpus), num_threads)
@@ -105,7 +105,7 @@ def _parse_lists(text: str, size: int, usable_cpus: Sequence[int]) -> list[tuple
     return lists
 
 
-def _share_out(topology: Topology, size: int) -> tuple[list[tuple[int, ...]], list[str]]:
+def _assign_cores(topology: Topology, size: int) -> tuple[list[tuple[int, ...]], list[str]]:
     """Return the CPUs of each rank, one per core, and the warnings about them."""
     nodes = _by_socket(topology.nodes, size)
     warnings = []

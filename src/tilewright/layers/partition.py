@@ -64,16 +64,16 @@ class Partition:
         keys = num_queries if num_keys is None else num_keys
         together = heads_together(self.block, *head_widths) if self.is_split else 1
         shard = split_heads(num_queries, keys, self.group.rank, self.group.size, together)
-        _note(self.padded, f"{what} heads", num_queries, shard.num_queries * self.group.size)
+        _record(self.padded, f"{what} heads", num_queries, shard.num_queries * self.group.size)
         if num_keys is not None:
             is_cut = shard.num_queries // shard.num_keys < num_queries // keys
-            _note(self.copied if is_cut else self.padded, f"{what} KV heads", keys, shard.num_keys * self.group.size)
+            _record(self.copied if is_cut else self.padded, f"{what} KV heads", keys, shard.num_keys * self.group.size)
         return shard
 
     def width(self, what: str, width: int) -> Shard:
         """Return this rank's entries of an axis."""
         shard = split_width(width, self.group.rank, self.group.size, self.block)
-        _note(self.padded, what, width, shard.length * self.group.size)
+        _record(self.padded, what, width, shard.length * self.group.size)
         return shard
 
     def on_first_rank(self, length: int) -> Shard:
@@ -90,7 +90,7 @@ class Partition:
                 _log.warning("the model does not divide by %d ranks; %s: %s", self.group.size, how, parts)
 
 
-def _note(noted: dict[tuple[str, int], int], what: str, count: int, total: int) -> None:
+def _record(noted: dict[tuple[str, int], int], what: str, count: int, total: int) -> None:
     if total != count:
         noted[what, count] = total
 

@@ -93,7 +93,7 @@ class _Probes:
     def __init__(self, bindings: Sequence[RankBinding | None], payload: dict[str, Any]) -> None:
         self._death: str | None = None
         specs = [WorkerSpec(rank, payload, binding=binding) for rank, binding in enumerate(bindings)]
-        self._workers = Workers(PROBE, specs, len(specs), on_death=self._note_death, may_finish=True)
+        self._workers = Workers(PROBE, specs, len(specs), on_death=self._on_rank_death, may_finish=True)
 
     def wait_until_ready(self) -> None:
         for channel in self._workers.channels.values():
@@ -119,7 +119,7 @@ class _Probes:
             raise MeasureError(self._death or "a process ended without a result")
         return message
 
-    def _note_death(self, rank: int, reason: str) -> None:
+    def _on_rank_death(self, rank: int, reason: str) -> None:
         self._death = f"process {rank} {reason}"
 
 

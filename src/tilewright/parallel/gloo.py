@@ -93,7 +93,7 @@ class GlooGroup(Group):
     def close(self) -> None:
         if self._gloo is not None:
             with contextlib.suppress(RuntimeError):  # the store is gone, and so are the other ranks
-                tell_broken(self._store, f"rank {self.rank} has closed the group")
+                mark_broken(self._store, f"rank {self.rank} has closed the group")
         self._gloo = None
 
     def _all_reduce(self, x: Tensor, out: Tensor) -> None:
@@ -202,7 +202,7 @@ class GlooGroup(Group):
         """Mark the group as unusable, and notify ranks that wait for a post."""
         self._failure = f"{reason}; the group is broken"
         with contextlib.suppress(RuntimeError):
-            tell_broken(self._store, self._failure)
+            mark_broken(self._store, self._failure)
 
     def _appears(self, key: str) -> bool:
         """Return whether the store has the key, now or within 100 ms."""
@@ -235,7 +235,7 @@ class GlooGroup(Group):
         return f"rank {names} was lost or did not arrive within {self._timeout_s:g} s" if missing else None
 
 
-def tell_broken(store: dist.Store, reason: str) -> None:
+def mark_broken(store: dist.Store, reason: str) -> None:
     """Notify ranks that wait for a post; the first reason is kept."""
     store.compare_set("broken", "", reason)
 

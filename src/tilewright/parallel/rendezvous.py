@@ -23,7 +23,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from tilewright.ops.native import kernels
-from tilewright.parallel.gloo import GlooGroup, tell_broken
+from tilewright.parallel.gloo import GlooGroup, mark_broken
 from tilewright.parallel.group import Group, SharedMemoryGroup, SingleGroup
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -81,7 +81,7 @@ class RendezvousHost:
             kernels.abort_group(self._segment_fd, rank)
         if self._store is not None:
             store = dist.PrefixStore(self.rendezvous.name, self._store)
-            tell_broken(store, f"rank {rank} was lost; the group is broken")
+            mark_broken(store, f"rank {rank} was lost; the group is broken")
 
     def close(self) -> None:
         """Close the store, and the memory, which lives on while a rank has it."""

@@ -155,10 +155,10 @@ class Workers:
                 poll.unregister(worker.channel.connection)
                 with contextlib.suppress(KeyError):
                     poll.unregister(worker.errors)
-                if not self._note_end(worker):
+                if not self._record_end(worker):
                     return
 
-    def _note_end(self, worker: _Worker) -> bool:
+    def _record_end(self, worker: _Worker) -> bool:
         """Record the end of a worker; return False, after calling `on_death`, if it must not have ended."""
         status = worker.finish(_EXIT_S)
         self._running.remove(worker)

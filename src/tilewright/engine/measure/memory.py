@@ -41,7 +41,7 @@ class MemorySizes:
     num_window_pages: tuple[int, ...] = ()  # by window, the shortest first; none in models without sliding windows
 
 
-def share_out(
+def split_memory(
     model: Model,
     itemsize: int,
     limits: StepLimits,

@@ -193,10 +193,10 @@ class EngineRanks:
             self._workers = self._start(load, bindings, backend, entry)
             self.group = self._host.make_group(0)
         except BaseException:
-            self._let_go()
+            self._close_memory()
             raise
         # A thread of its own: its error ends the server's engine process, which ends with any of its threads.
-        threading.Thread(target=self._tell_of_loss, name="ranks", daemon=True).start()
+        threading.Thread(target=self._report_loss, name="ranks", daemon=True).start()
 
     def _start(self, load: Mapping[str, Any], bindings: list[RankBinding] | None, backend: str, entry: str) -> Workers:
         payload = {"rendezvous": self._host.rendezvous.to_json(), "load": dict(load), "backend": backend}
@@ -204,7 +204,7 @@ class EngineRanks:
             WorkerSpec(rank, payload, self._host.pass_fds, None if bindings is None else bindings[rank])
             for rank in range(1, self.size)
         ]
-        return Workers(entry, specs, self.size, on_death=self._note_death, log_level=_log_level())
+        return Workers(entry, specs, self.size, on_death=self._on_rank_death, log_level=_log_level())
 
     def wait_until_loaded(self) -> None:
         """Return when every rank has its part of the weights; raise the error of the first that failed."""
@@ -237,7 +237,7 @@ class EngineRanks:
         try:
             return lead(self.group, self._memory, command, compute)
         except RankLostError as error:
-            raise self._lose(str(error)) from error
+            raise self._record_loss(str(error)) from error
 
     def close(self) -> None:
         """End the other ranks."""
@@ -246,9 +246,9 @@ class EngineRanks:
             self._has_lost.notify_all()
         self._workers.close()
         self.group.close()
-        self._let_go()
+        self._close_memory()
 
-    def _let_go(self) -> None:
+    def _close_memory(self) -> None:
         self._host.close()
         if self._memory is not None:
             self._memory.close()
@@ -262,11 +262,11 @@ class EngineRanks:
             if expected not in message:
                 raise CheckpointError(f"rank {rank} of {self.size}: {message['error']}")
 
-    def _note_death(self, rank: int, reason: str) -> None:
+    def _on_rank_death(self, rank: int, reason: str) -> None:
         self._host.abort(rank)  # so that ranks waiting for it fail at once
-        self._lose(f"rank {rank} {reason}")
+        self._record_loss(f"rank {rank} {reason}")
 
-    def _lose(self, reason: str) -> RankLostError:
+    def _record_loss(self, reason: str) -> RankLostError:
         """Record a loss and return the error of the first one: later ones follow from it."""
         with self._has_lost:
             if self._lost is None:
@@ -274,7 +274,7 @@ class EngineRanks:
                 self._has_lost.notify_all()
             return self._lost
 
-    def _tell_of_loss(self) -> None:
+    def _report_loss(self) -> None:
         with self._has_lost:
             self._has_lost.wait_for(lambda: self._is_closed or (self._lost and self._on_loss))
         if self._is_closed or self._lost is None or self._on_loss is None:

@@ -13,7 +13,7 @@ from tilewright.outputs.sound import encode
 from tilewright.server.api.bodies import ChatBody
 from tilewright.server.api.fields import IMAGE_URL, MESSAGE, PART, FieldFault, find_fault
 from tilewright.server.http.respond import ChunkWriter
-from tilewright.server.link.backend import AUDIO_RATE, AnswerDelta, Ended, ModelInfo, SpelledLogprob, Started
+from tilewright.server.link.backend import AUDIO_RATE, AnswerDelta, DecodedLogprob, Ended, ModelInfo, Started
 from tilewright.server.output import OutputParser, Piece, ToolCallDelta, has_reasoning, tool_syntax_of
 from tilewright.types import RequestError
 
@@ -273,7 +273,7 @@ def _piece_delta(piece: Piece) -> dict[str, Any]:
     return {"tool_calls": [{"index": call.index, **first, "function": function}]}
 
 
-def _logprob(item: SpelledLogprob) -> dict[str, Any]:
+def _logprob(item: DecodedLogprob) -> dict[str, Any]:
     top = [_token(token, logprob) for token, logprob in item.top]
     return {**_token(item.token, item.logprob), "top_logprobs": top}
 

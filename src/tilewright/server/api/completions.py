@@ -12,7 +12,7 @@ from typing import Any
 from tilewright.server.api.bodies import CompletionBody
 from tilewright.server.api.chat import finite, usage
 from tilewright.server.http.respond import ChunkWriter
-from tilewright.server.link.backend import AnswerDelta, Ended, ModelInfo, SpelledLogprob, Started
+from tilewright.server.link.backend import AnswerDelta, DecodedLogprob, Ended, ModelInfo, Started
 
 
 @dataclass
@@ -20,7 +20,7 @@ class _Choice:
     """The part of one answer to one prompt that is generated so far."""
 
     texts: list[str] = field(default_factory=list)
-    logprobs: list[SpelledLogprob] = field(default_factory=list)
+    logprobs: list[DecodedLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     offsets: Offsets = field(default_factory=lambda: Offsets())
 
@@ -75,9 +75,9 @@ class CompletionWriter(ChunkWriter):
         if self._body.echo:
             text = (ended.prompt or "") + text
             logprobs = [*(ended.prompt_logprobs or ()), *logprobs]
-        spelled = None if self._body.logprobs is None else _logprobs(logprobs, Offsets())
+        logprobs_object = None if self._body.logprobs is None else _logprobs(logprobs, Offsets())
         reason = "length" if self._body.max_tokens == 0 else choice.finish_reason
-        return _choice(index, text, spelled, reason)
+        return _choice(index, text, logprobs_object, reason)
 
     def _indices_of(self, prompt_index: int) -> range:
         return range(prompt_index * self._n, (prompt_index + 1) * self._n)
@@ -110,7 +110,7 @@ class Offsets:
         return begin
 
 
-def _logprobs(items: Sequence[SpelledLogprob], offsets: Offsets) -> dict[str, Any]:
+def _logprobs(items: Sequence[DecodedLogprob], offsets: Offsets) -> dict[str, Any]:
     """Return log-probabilities in the parallel lists of plain completions."""
     return {
         "tokens": [item.token.decode("utf-8", "replace") for item in items],

@@ -30,10 +30,10 @@ class RequestLog:
     def has_started(self) -> bool:
         return self._last_token_s is not None
 
-    def see(self, event: Started | AnswerDelta | Ended) -> None:
+    def record(self, event: Started | AnswerDelta | Ended) -> None:
         """Record an event of the engine."""
         if isinstance(event, AnswerDelta):
-            self._see_tokens(event.num_tokens)
+            self._record_tokens(event.num_tokens)
         elif isinstance(event, Ended):
             self._metrics.count_tokens(event)
             self.add(prompt_tokens=event.num_prompt_tokens, cached_tokens=event.num_cached_tokens)
@@ -64,7 +64,7 @@ class RequestLog:
         level = logging.DEBUG if self.path in _QUIET_PATHS and status in (200, 304) else logging.INFO
         access_log.log(level, "request", extra={"fields": self.fields})
 
-    def _see_tokens(self, num_tokens: int) -> None:
+    def _record_tokens(self, num_tokens: int) -> None:
         now = time.perf_counter()
         if self._last_token_s is None:
             self.fields["ttft_s"] = round(now - self._began_s, 4)

@@ -332,7 +332,7 @@ class AnswerResponse(EventResponse):
                         keep_alive = loop.call_later(KEEP_ALIVE_S, self._answer.notify, KeepAliveDue())
                     continue
                 if not isinstance(event, Restarted):
-                    self._log.see(event)
+                    self._log.record(event)
                 num_left -= isinstance(event, Ended)
                 yield prompt_index, event
         finally:

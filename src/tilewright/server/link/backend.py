@@ -27,7 +27,7 @@ class EngineRequest:
 
 
 @dataclass(frozen=True)
-class SpelledLogprob:
+class DecodedLogprob:
     """A TokenLogprob with the bytes of its tokens; the server has no tokenizer."""
 
     token: bytes
@@ -46,7 +46,7 @@ class AnswerDelta:
     text: str
     num_tokens: int
     finish_reason: FinishReason | None = None
-    logprobs: tuple[SpelledLogprob, ...] | None = None
+    logprobs: tuple[DecodedLogprob, ...] | None = None
     audio: bytes = b""  # speech: 16-bit mono samples, AUDIO_RATE per second
 
 
@@ -67,7 +67,7 @@ class Ended:
     num_output_tokens: int  # of all n answers
     timings: Timings  # of the longest answer
     prompt: str | None = None
-    prompt_logprobs: tuple[SpelledLogprob, ...] | None = None
+    prompt_logprobs: tuple[DecodedLogprob, ...] | None = None
     bandwidth_share: float | None = None  # of the machine's read bandwidth, in the steps after the first token
 
 
@@ -170,13 +170,13 @@ def request_from_json(fields: Mapping[str, Any]) -> EngineRequest:
 def event_to_json(event: Event) -> list[Any]:
     """Return an event as a list: its type's number, then its fields."""
     if isinstance(event, AnswerDelta):
-        logprobs = _spelled_to_json(event.logprobs)
+        logprobs = _logprobs_to_json(event.logprobs)
         fields = [1, event.index, event.text, event.num_tokens, event.finish_reason, logprobs]
         return [*fields, event.audio] if event.audio else fields
     if isinstance(event, Ended):
         timings = dataclasses.astuple(event.timings)
         counts = [event.num_prompt_tokens, event.num_cached_tokens, event.num_output_tokens]
-        return [2, *counts, timings, event.prompt, _spelled_to_json(event.prompt_logprobs), event.bandwidth_share]
+        return [2, *counts, timings, event.prompt, _logprobs_to_json(event.prompt_logprobs), event.bandwidth_share]
     return [_EVENTS.index(type(event)), *dataclasses.astuple(event)]
 
 
@@ -184,15 +184,15 @@ def event_from_json(fields: Sequence[Any]) -> Event:
     kind, *values = fields
     if _EVENTS[kind] is AnswerDelta:
         index, text, num_tokens, finish_reason, logprobs, *audio = values
-        return AnswerDelta(index, text, num_tokens, finish_reason, _spelled_from_json(logprobs), *audio)
+        return AnswerDelta(index, text, num_tokens, finish_reason, _logprobs_from_json(logprobs), *audio)
     if _EVENTS[kind] is Ended:
         num_prompt_tokens, num_cached_tokens, num_output_tokens, timings, prompt, logprobs, bandwidth_share = values
         counts = (num_prompt_tokens, num_cached_tokens, num_output_tokens)
-        return Ended(*counts, Timings(*timings), prompt, _spelled_from_json(logprobs), bandwidth_share)
+        return Ended(*counts, Timings(*timings), prompt, _logprobs_from_json(logprobs), bandwidth_share)
     return _EVENTS[kind](*values)
 
 
-def _spelled_to_json(logprobs: Sequence[SpelledLogprob] | None) -> list[Any] | None:
+def _logprobs_to_json(logprobs: Sequence[DecodedLogprob] | None) -> list[Any] | None:
     # Latin-1 has a character for every byte.
     if logprobs is None:
         return None
@@ -202,11 +202,11 @@ def _spelled_to_json(logprobs: Sequence[SpelledLogprob] | None) -> list[Any] | N
     ]
 
 
-def _spelled_from_json(items: Sequence[Any] | None) -> tuple[SpelledLogprob, ...] | None:
+def _logprobs_from_json(items: Sequence[Any] | None) -> tuple[DecodedLogprob, ...] | None:
     if items is None:
         return None
     return tuple(
-        SpelledLogprob(
+        DecodedLogprob(
             token.encode("latin-1"), logprob, tuple((other.encode("latin-1"), value) for other, value in top)
         )
         for token, logprob, top in items

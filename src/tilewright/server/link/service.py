@@ -16,12 +16,12 @@ from tilewright.process.frames import Channel
 from tilewright.server.http.errors import param_of
 from tilewright.server.link.backend import (
     AnswerDelta,
+    DecodedLogprob,
     Ended,
     EngineRequest,
     Event,
     Failed,
     ModelInfo,
-    SpelledLogprob,
     Started,
     event_to_json,
     request_from_json,
@@ -141,7 +141,7 @@ class _Events:
         if not self._has_started:
             self._has_started = True
             events.append(Started(len(self._handle.prompt_token_ids), self._handle.opens_reasoning))
-        logprobs = None if delta.logprobs is None else tuple(self._spell(item) for item in delta.logprobs)
+        logprobs = None if delta.logprobs is None else tuple(self._decoded(item) for item in delta.logprobs)
         audio = b"" if delta.audio is None else to_pcm16(delta.audio)
         events.append(AnswerDelta(delta.index, delta.text, len(delta.token_ids), delta.finish_reason, logprobs, audio))
         return events
@@ -169,18 +169,18 @@ class _Events:
             return self._request.text
         return self._tokenizer.decode(self._handle.prompt_token_ids, skip_special_tokens=False)
 
-    def _prompt_logprobs(self, completion: Completion) -> tuple[SpelledLogprob, ...] | None:
+    def _prompt_logprobs(self, completion: Completion) -> tuple[DecodedLogprob, ...] | None:
         if completion.prompt_logprobs is None:
             return None
         return tuple(
-            SpelledLogprob(self._tokenizer.token_bytes(token_id), None, ()) if item is None else self._spell(item)
+            DecodedLogprob(self._tokenizer.token_bytes(token_id), None, ()) if item is None else self._decoded(item)
             for token_id, item in zip(self._handle.prompt_token_ids, completion.prompt_logprobs, strict=True)
         )
 
-    def _spell(self, item: TokenLogprob) -> SpelledLogprob:
-        spell = self._tokenizer.token_bytes
-        top = tuple((spell(token_id), logprob) for token_id, logprob in item.top)
-        return SpelledLogprob(spell(item.token_id), item.logprob, top)
+    def _decoded(self, item: TokenLogprob) -> DecodedLogprob:
+        token_bytes = self._tokenizer.token_bytes
+        top = tuple((token_bytes(token_id), logprob) for token_id, logprob in item.top)
+        return DecodedLogprob(token_bytes(item.token_id), item.logprob, top)
 
 
 def failure(error: BaseException, request: EngineRequest) -> Failed:

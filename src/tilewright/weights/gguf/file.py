@@ -137,7 +137,7 @@ def architecture_of(path: Path) -> object:
 def _begin(mapped: MappedFile) -> tuple[_Cursor, int, int]:
     """Return a cursor at a file's first key, and its numbers of tensors and keys."""
     cursor = _Cursor(mapped)
-    magic = cursor.take(4)
+    magic = cursor.read(4)
     if magic != b"GGUF":
         found = foreign_kind(mapped.memory[:256])
         raise CheckpointError(f"{mapped.path} is {found or f'no GGUF file: it begins with {magic!r}'}")
@@ -166,16 +166,16 @@ class _Cursor:
         self._file = file
         self.position = 0
 
-    def take(self, size_bytes: int) -> bytes:
+    def read(self, size_bytes: int) -> bytes:
         begin, self.position = self.position, self.position + size_bytes
         self._check(self.position)
         return self._file.memory[begin : self.position]
 
     def number(self, kind: str) -> int:
-        return int.from_bytes(self.take(int(kind[1])), "little")
+        return int.from_bytes(self.read(int(kind[1])), "little")
 
     def string(self) -> str:
-        return self.take(self.number("u8")).decode("utf-8", errors="replace")
+        return self.read(self.number("u8")).decode("utf-8", errors="replace")
 
     def value(self, kind: int, key: str) -> object:
         """Return a value of the type with GGUF's number `kind`; arrays as lists."""
@@ -196,7 +196,7 @@ class _Cursor:
             raise CheckpointError(f"{self._file.path}: {key} has a value of the unknown type {kind}")
         dtype = np.dtype(f"<{_SCALARS[kind]}" if kind != _BOOL else "u1")
         self._expect(count, dtype.itemsize, key)
-        values = np.frombuffer(self.take(count * dtype.itemsize), dtype)
+        values = np.frombuffer(self.read(count * dtype.itemsize), dtype)
         return (values != 0).tolist() if kind == _BOOL else values.tolist()
 
     def _check(self, end: int) -> None:
