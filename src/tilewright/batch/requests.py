@@ -21,7 +21,8 @@ import numpy as np
 
 from tilewright.host import files
 from tilewright.inputs.client_json import parse_json
-from tilewright.server.api.endpoints import Gate, Hold
+from tilewright.server.api.endpoints import Gate
+from tilewright.server.http.admission import ReserveMemory
 from tilewright.types import RequestError
 
 _KINDS = ("image", "video", "audio")
@@ -35,7 +36,7 @@ class PathGate:
         self._gate = gate
         self._folder = folder
 
-    async def resolve(self, messages: list[dict[str, Any]], hold: Hold) -> list[dict[str, Any]]:
+    async def resolve(self, messages: list[dict[str, Any]], hold: ReserveMemory) -> list[dict[str, Any]]:
         return await self._gate.resolve([self._in_message(message) for message in messages], hold)
 
     def _in_message(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _log = logging.getLogger(__name__)
 
 
-class Interruption:
+class InterruptHandler:
     """Cancels a task when a signal arrives, or when a thread fails, whose requests would never end.
 
     A second signal has its usual effect.
@@ -55,7 +55,7 @@ class Interruption:
         self._loop = asyncio.get_running_loop()
         self.status = 0  # exit status; 0: not interrupted
 
-    def __enter__(self) -> Interruption:
+    def __enter__(self) -> InterruptHandler:
         for number in _SIGNALS:
             self._loop.add_signal_handler(number, self._stop, 128 + number)
         self._other_hook, threading.excepthook = threading.excepthook, self._on_thread_error

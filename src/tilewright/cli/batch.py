@@ -214,11 +214,11 @@ async def _finish(
     results: Results, totals: Totals, progress: Progress,
 ) -> int:  # fmt: skip
     """Wait until the work is done or interrupted, close, print the summary and return the exit status."""
-    from tilewright.batch.work import Interruption
+    from tilewright.batch.work import InterruptHandler
 
     working = asyncio.create_task(work)
     showing = asyncio.create_task(progress.show())
-    with Interruption(working) as interruption:
+    with InterruptHandler(working) as interruption:
         try:
             await working
         except asyncio.CancelledError:

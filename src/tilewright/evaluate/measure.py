@@ -115,7 +115,7 @@ ANSWERS_AT_ONCE = 8
 PROMPT_TOKENS, NEW_TOKENS = 128, 32  # of the requests for speeds
 
 OpenEngine = Callable[..., Engine]
-Progress = Callable[[str, int], Any]  # (description, total) -> a bar with update() and close()
+MakeBar = Callable[[str, int], Any]  # (description, total) -> a bar with update() and close()
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class EvalSettings:
     speed_rounds: int = 3
 
 
-def measure(settings: EvalSettings, open_engine: OpenEngine, progress: Progress) -> list[VariantResult]:
+def measure(settings: EvalSettings, open_engine: OpenEngine, make_bar: MakeBar) -> list[VariantResult]:
     """Return a VariantResult for each variant, in order, after that of the reference if it is not among them.
 
     At most two models are in memory: the current variant's and the reference's, whose log-probabilities are computed
@@ -168,24 +168,24 @@ def measure(settings: EvalSettings, open_engine: OpenEngine, progress: Progress)
         reference = None
         if settings.reference is not None:
             reference = stack.enter_context(open_engine(**settings.reference.engine_options))
-            results[settings.reference] = _measure_one(settings, settings.reference, reference, None, progress)
+            results[settings.reference] = _measure_one(settings, settings.reference, reference, None, make_bar)
         for one in variants:
             if one in results:
                 continue
             with open_engine(**one.engine_options) as engine:
-                results[one] = _measure_one(settings, one, engine, reference, progress)
+                results[one] = _measure_one(settings, one, engine, reference, make_bar)
     return [results[one] for one in variants]
 
 
 def _measure_one(
-    settings: EvalSettings, one: EvalVariant, engine: Engine, reference: Engine | None, progress: Progress
+    settings: EvalSettings, one: EvalVariant, engine: Engine, reference: Engine | None, make_bar: MakeBar
 ) -> VariantResult:
     speed = _speed(engine, settings.speed_rounds) if settings.speed_rounds else None
     text = answers = None
     if settings.text is not None:
-        text = _score_text(settings, one, engine, reference, progress)
+        text = _score_text(settings, one, engine, reference, make_bar)
     if settings.questions:
-        answers = _ask(settings, one, engine, progress)
+        answers = _ask(settings, one, engine, make_bar)
     return VariantResult(
         one.name,
         one == settings.reference,
@@ -211,10 +211,10 @@ def windows_of(settings: EvalSettings, engine: Engine) -> list[Window]:
 
 
 def _score_text(
-    settings: EvalSettings, one: EvalVariant, engine: Engine, reference: Engine | None, progress: Progress
+    settings: EvalSettings, one: EvalVariant, engine: Engine, reference: Engine | None, make_bar: MakeBar
 ) -> TextScore:
     windows, score, rows = windows_of(settings, engine), TextScore(), ReferenceRows()
-    bar = progress(f"{one.name}: text", sum(window.num_scored for window in windows))
+    bar = make_bar(f"{one.name}: text", sum(window.num_scored for window in windows))
     for window in windows:
         score_window(engine, window, score, None if reference is None else rows.read(reference, window))
         bar.set_postfix_str(f"perplexity {score.perplexity:.4g}", refresh=False)
@@ -223,10 +223,10 @@ def _score_text(
     return score
 
 
-def _ask(settings: EvalSettings, one: EvalVariant, engine: Engine, progress: Progress) -> AnswerScore:
+def _ask(settings: EvalSettings, one: EvalVariant, engine: Engine, make_bar: MakeBar) -> AnswerScore:
     if "image" not in engine.loaded.processor.accepts:
         raise RequestError(f"--pictures is given, but {engine.loaded.name} accepts no pictures")
-    bar = progress(f"{one.name}: pictures", len(settings.questions))
+    bar = make_bar(f"{one.name}: pictures", len(settings.questions))
     is_right: list[bool] = []
     for start in range(0, len(settings.questions), ANSWERS_AT_ONCE):
         some = settings.questions[start : start + ANSWERS_AT_ONCE]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from tilewright.layers.batch import Batch
 from tilewright.layers.cost import DecoderCost
 from tilewright.layers.decoder import Decoder, DecoderConfig
 from tilewright.models.protocol import Family, KvSpec, MediaBatch
-from tilewright.models.text_config import Config, decoder_config, moe_config, whole_name
+from tilewright.models.text_config import Config, Shapes, decoder_config, moe_config, whole_name
 from tilewright.ops.attention import KvCache
 from tilewright.weights.linear import ExpertStorage
 
@@ -43,8 +43,6 @@ class DecoderModel:
 
 
 QWEN3_HEAD_WIDTH = 128  # default of dense Qwen3 configs
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 class TextModel(DecoderModel):

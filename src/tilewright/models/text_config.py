@@ -19,6 +19,7 @@ from tilewright.weights.checkpoint import Checkpoint
 from tilewright.weights.linear import ExpertStorage
 
 Config = Mapping[str, object]
+Shapes = Mapping[str, tuple[int, ...]]  # of a checkpoint's tensors, by name
 
 
 def integer(config: Config, key: str, default: int | None = None) -> int:

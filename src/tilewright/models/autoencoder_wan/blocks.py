@@ -249,7 +249,7 @@ def average(x: Tensor, out_channels: int, time_factor: int, factor: int) -> Tens
 
 MIN_SIDE, SIDE_STEP = 64, 32  # of automatic tiles, in pixels of the network's largest maps
 
-Network = Callable[[Tensor, FrameHistory, FeatureMemory], Tensor]
+PieceNetwork = Callable[[Tensor, FrameHistory, FeatureMemory], Tensor]
 
 
 def pieces_of(x_BTHWC: Tensor, num_frames: int) -> Iterator[tuple[Tensor, FrameHistory]]:
@@ -271,7 +271,7 @@ def spans_of(length: int, side: int, reach: int, step: int) -> Iterator[tuple[sl
 
 
 def in_tiles(
-    network: Network, x_BTHWC: Tensor, *, num_frames: int, side: int, reach: int, step: int, growth: Fraction
+    network: PieceNetwork, x_BTHWC: Tensor, *, num_frames: int, side: int, reach: int, step: int, growth: Fraction
 ) -> Tensor:
     """Return the network's result for a clip, computed in tiles of `side` pixels, each with `reach` pixels around it.
 

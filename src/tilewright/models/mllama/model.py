@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -14,7 +13,7 @@ from tilewright.models.mllama.processor import MllamaProcessor
 from tilewright.models.mllama.vision import MllamaVisionConfig, MllamaVisionTower
 from tilewright.models.protocol import CrossSpec, Family, MediaBatch
 from tilewright.models.text import DecoderModel
-from tilewright.models.text_config import Config, decoder_config, integer, table
+from tilewright.models.text_config import Config, Shapes, decoder_config, integer, table
 from tilewright.types import UnsupportedConfig
 
 TEXT, VISION, PROJECTOR = "model.language_model", "model.vision_model", "model.multi_modal_projector"
@@ -61,7 +60,7 @@ class Mllama(DecoderModel):
         raise NotImplementedError("tokens attend to features here; no feature replaces a token")
 
 
-def _build(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Mllama:
+def _build(config: Config, shapes: Shapes) -> Mllama:
     text_config, vision_config = {**UNSAID, **table(config, "text_config")}, table(config, "vision_config")
     decoder, cross_layers = decoder_config(text_config, tied=False), _cross_layers(text_config)
     layers = (_with_cross(spec) if i in cross_layers else spec for i, spec in enumerate(decoder.layers))

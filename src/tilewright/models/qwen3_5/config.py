@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from tilewright.layers.attention import AttentionConfig
@@ -10,11 +9,17 @@ from tilewright.layers.decoder import DecoderConfig, LayerSpec
 from tilewright.layers.gated_delta import GatedDeltaConfig
 from tilewright.layers.mlp import MoeConfig
 from tilewright.layers.rope import rope_parameters
-from tilewright.models.text_config import Config, decoder_config, has_separate_experts, integer, model_width, moe_config
+from tilewright.models.text_config import (
+    Config,
+    Shapes,
+    decoder_config,
+    has_separate_experts,
+    integer,
+    model_width,
+    moe_config,
+)
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.linear import ExpertStorage
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 DELTA, ATTENTION = "linear_attention", "full_attention"
 # Values of the released checkpoints, and the defaults of newer tools.

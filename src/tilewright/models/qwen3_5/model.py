@@ -22,11 +22,11 @@ from tilewright.layers.decoder import Decoder, DecoderConfig, DecoderLayer, Laye
 from tilewright.layers.gated_delta import GatedDeltaConfig, own_config
 from tilewright.layers.linear import GatheredLinear
 from tilewright.models.protocol import Family, KvSpec, MediaBatch, StateSpec
-from tilewright.models.qwen3_5.config import Shapes, mtp_layer, text_config
+from tilewright.models.qwen3_5.config import mtp_layer, text_config
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
 from tilewright.models.text import DecoderModel
-from tilewright.models.text_config import Config, is_tied, table, whole_name
+from tilewright.models.text_config import Config, Shapes, is_tied, table, whole_name
 from tilewright.ops.embedding import embedding
 from tilewright.ops.plan import empty, scope
 from tilewright.types import UnsupportedConfig

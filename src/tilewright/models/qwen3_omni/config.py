@@ -14,6 +14,7 @@ from tilewright.layers.rope import rope_parameters
 from tilewright.models.qwen3_vl.vision import VisionConfig
 from tilewright.models.text_config import (
     Config,
+    Shapes,
     decoder_config,
     has_separate_experts,
     head_width,
@@ -25,8 +26,6 @@ from tilewright.models.text_config import (
 )
 from tilewright.types import UnsupportedConfig
 from tilewright.weights.linear import ExpertStorage
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 THINKER, TALKER, CODE2WAV = "thinker", "talker", "code2wav"  # prefixes of the names of their tensors
 MODEL_TYPE = "qwen3_omni_moe"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
 from tilewright.layers.batch import Batch
@@ -12,12 +10,12 @@ from tilewright.layers.embedding import TokenEmbedding
 from tilewright.models.protocol import Family, MediaBatch
 from tilewright.models.qwen3_omni.audio import AudioTower
 from tilewright.models.qwen3_omni.code2wav import Code2Wav
-from tilewright.models.qwen3_omni.config import CODE2WAV, MODEL_TYPE, TALKER, THINKER, OmniConfig, Shapes, ThinkerConfig
+from tilewright.models.qwen3_omni.config import CODE2WAV, MODEL_TYPE, TALKER, THINKER, OmniConfig, ThinkerConfig
 from tilewright.models.qwen3_omni.processor import OmniProcessor
 from tilewright.models.qwen3_omni.talker import Embed, Talker, TalkerPrompt, talker_prompt
 from tilewright.models.qwen3_vl.vision import VisionTower
 from tilewright.models.text import DecoderModel
-from tilewright.models.text_config import Config, table
+from tilewright.models.text_config import Config, Shapes, table
 from tilewright.types import ModelInputs, UnsupportedConfig
 
 DEFAULT_VOICE = "ethan"  # transformers' default too
@@ -146,7 +144,7 @@ class OmniThinker(DecoderModel):
         return embeddings, tuple(deepstack)
 
 
-def _build(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> OmniThinker:
+def _build(config: Config, shapes: Shapes) -> OmniThinker:
     return OmniThinker(ThinkerConfig.from_dict(table(config, "thinker_config"), shapes))
 
 

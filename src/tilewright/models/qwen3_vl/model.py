@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
 from tilewright.layers.batch import Batch
@@ -14,6 +12,7 @@ from tilewright.models.qwen3_vl.vision import VisionConfig, VisionTower
 from tilewright.models.text import DecoderModel
 from tilewright.models.text_config import (
     Config,
+    Shapes,
     decoder_config,
     has_separate_experts,
     integer,
@@ -60,20 +59,20 @@ class Qwen3Vl(DecoderModel):
         return embeddings, tuple(deepstack)
 
 
-def _build_dense(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Qwen3Vl:
+def _build_dense(config: Config, shapes: Shapes) -> Qwen3Vl:
     text_config = {**UNSAID, **table(config, "text_config")}
     text = decoder_config(text_config, qk_norm=True, tied=is_tied(config), default_head_width=HEAD_WIDTH)
     return Qwen3Vl(text, VisionConfig.from_dict(table(config, "vision_config")))
 
 
-def _build_moe(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Qwen3Vl:
+def _build_moe(config: Config, shapes: Shapes) -> Qwen3Vl:
     text_config = {**UNSAID, **table(config, "text_config")}
     moe = moe_config(text_config, _expert_storage(text_config, shapes), renormalize=True)
     text = decoder_config(text_config, qk_norm=True, tied=is_tied(config), moe=moe)
     return Qwen3Vl(text, VisionConfig.from_dict(table(config, "vision_config")))
 
 
-def _expert_storage(text_config: Config, shapes: Mapping[str, tuple[int, ...]]) -> ExpertStorage:
+def _expert_storage(text_config: Config, shapes: Shapes) -> ExpertStorage:
     """Return how experts are stored: [E, inputs, outputs] as published; newer tools transpose or separate them."""
     if has_separate_experts(shapes):
         return ExpertStorage.separate

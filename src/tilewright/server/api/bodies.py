@@ -100,7 +100,7 @@ class MediaSettings(Body):
     )
 
 
-class Message(Body):
+class MessageBody(Body):
     others = None  # for the chat template
 
     role: str
@@ -190,7 +190,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 class ChatBody(SamplingBody):
     others = fields.CHAT
 
-    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
+    messages: Annotated[list[MessageBody], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1, description="the older name of max_completion_tokens")
     logprobs: bool | None = None

@@ -21,6 +21,7 @@ from tilewright.server.api.responses.request import ResponseHistory, chat_body
 from tilewright.server.api.responses.writer import ResponsesWriter
 from tilewright.server.api.speech import SpeechBody, SpeechWriter, speech_request
 from tilewright.server.api.transcriptions import TranscriptionBody, TranslationBody, transcription_request
+from tilewright.server.http.admission import ReserveMemory
 from tilewright.server.link.backend import AUDIO_RATE, EngineRequest, ModelInfo
 from tilewright.types import RequestError
 
@@ -28,13 +29,10 @@ if TYPE_CHECKING:
     from tilewright.server.http.respond import Writer
 
 
-Hold = Callable[[int], None]
-
-
 class Gate(Protocol):
     """Turns the media of messages into bytes: `media.gate.MediaGate`, or a gate in front of it."""
 
-    async def resolve(self, messages: list[dict[str, Any]], hold: Hold) -> list[dict[str, Any]]: ...
+    async def resolve(self, messages: list[dict[str, Any]], hold: ReserveMemory) -> list[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Context:
     gate: Gate
     history: ResponseHistory
     limits: MediaLimits = field(default_factory=MediaLimits)
-    hold: Hold = lambda num_bytes: None  # reserves memory for media, or raises; negative: releases some
+    hold: ReserveMemory = lambda num_bytes: None  # reserves memory for media, or raises; negative: releases some
 
 
 class PreparedRequest(NamedTuple):

@@ -11,7 +11,7 @@ from fastapi import Request
 from pydantic import BeforeValidator, Field, ValidationError
 
 from tilewright.inputs.media import MediaLimits, check_bytes
-from tilewright.server.api.bodies import ChatBody, GenerationBody, Message
+from tilewright.server.api.bodies import ChatBody, GenerationBody, MessageBody
 from tilewright.server.api.chat import output_parser, usage
 from tilewright.server.api.fields import NO_TIMES, TRANSCRIPTION
 from tilewright.server.api.requests import chat_request
@@ -121,7 +121,7 @@ def transcription_request(
         raise RequestError(str(error), param=FILE, code=error.code) from error
     parts = [{"type": "audio", "audio": sound}, {"type": "text", "text": body.instruction}]
     chat = ChatBody(
-        messages=[Message(role="user")],
+        messages=[MessageBody(role="user")],
         # OpenAI's default for transcriptions, unlike chats: greedy decoding.
         temperature=body.temperature or 0.0,
         seed=body.seed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 from tilewright.server.http.errors import ApiError
 from tilewright.server.http.metrics import Metrics
@@ -62,6 +63,9 @@ class MemoryBudget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.size_bytes = 0
+
+
+ReserveMemory = Callable[[int], None]  # reserves bytes before they are stored, or raises; negative: releases some
 
 
 class MemoryReservation:

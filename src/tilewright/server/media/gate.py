@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.inputs.media import MediaLimits, check_bytes
+from tilewright.server.http.admission import ReserveMemory
 from tilewright.server.media.fetch import MAX_CONNECTIONS, Fetcher, FetchError
 from tilewright.server.media.sources import (
     FileError,
@@ -26,8 +27,6 @@ from tilewright.types import RequestError
 _MAX_AT_ONCE = 8  # URLs and files per request
 _NUM_READERS = 4  # threads that read files and decode data: URLs
 _MAX_DECODED_HERE = 1 << 16  # characters of a data: URL: 0.7 ms of the event loop; a thread would cost 0.1 ms
-
-Hold = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class MediaGate:
         self._readers.shutdown(wait=False, cancel_futures=True)
         await self._fetcher.close()
 
-    async def _resolve_all(self, sources: MediaSources, hold: Hold) -> None:
+    async def _resolve_all(self, sources: MediaSources, hold: ReserveMemory) -> None:
         own_slots = asyncio.Semaphore(_MAX_AT_ONCE)
 
         async def resolve(source: MediaSource) -> None:
@@ -109,7 +108,7 @@ class MediaGate:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._readers, decode, source.text, source.name, self._policy.limits)
 
-    async def _read(self, source: str, take: Hold) -> bytes:
+    async def _read(self, source: str, take: ReserveMemory) -> bytes:
         max_bytes = self._policy.limits.max_bytes
         if scheme_of(source) in ("http", "https"):
             return await self._fetcher.fetch(source, max_bytes, take)

@@ -16,7 +16,7 @@ _STRUCTURE = Ends('"', "{", "}", "[", "]", "<")
 _STRING_ENDS = Ends('"', "\\")
 _SCALAR_ENDS = Ends(*SPACE, ",", "}", "]", "<")
 
-Emit = Callable[[str], object]
+EmitText = Callable[[str], object]
 
 
 class JsonCall:
@@ -104,8 +104,8 @@ def _read_string(text: Cursor) -> Steps[str | None]:
         return None
 
 
-def _pass_value(text: Cursor, emit: Emit) -> Steps[bool]:
-    """Emit the text of a JSON value as it arrives; return whether the value is complete.
+def _pass_value(text: Cursor, emit: EmitText) -> Steps[bool]:
+    """EmitText the text of a JSON value as it arrives; return whether the value is complete.
 
     Only strings, escapes and nesting are parsed, to find the end. A < outside of strings ends an incomplete value.
     """
@@ -129,8 +129,8 @@ def _pass_value(text: Cursor, emit: Emit) -> Steps[bool]:
     return False
 
 
-def _pass_string(text: Cursor, emit: Emit) -> Steps[bool]:
-    """Emit the text of the string that begins here as it arrives; return whether it is complete."""
+def _pass_string(text: Cursor, emit: EmitText) -> Steps[bool]:
+    """EmitText the text of the string that begins here as it arrives; return whether it is complete."""
     emit(text.read(1))
     while end := (yield from text.read_until(_STRING_ENDS, emit)):
         emit(text.read(1))

@@ -6,7 +6,7 @@ The picture to edit or animate is read here as bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request
@@ -19,6 +19,7 @@ from tilewright.inputs.media import MediaLimits, check_bytes
 from tilewright.server.api import fields
 from tilewright.server.api.bodies import Body, Objects, Texts
 from tilewright.server.api.endpoints import Gate
+from tilewright.server.http.admission import ReserveMemory
 from tilewright.server.http.bodies import is_multipart, parse_multipart
 from tilewright.server.http.errors import ApiError, validation_error
 from tilewright.types import RequestError
@@ -129,7 +130,6 @@ _CLIENT_NAMES = {"num_steps": "steps", "width": "size", "height": "size"}
 _JPEG_QUALITY = 95
 
 BodyType = TypeVar("BodyType", bound=DiffusionBody)
-Hold = Callable[[int], None]
 
 
 async def read_body(kind: type[BodyType], request: Request, file_field: str) -> tuple[BodyType, bytes | None]:
@@ -228,7 +228,7 @@ def _one_picture(field: str, count: int) -> ApiError:
 
 
 async def read_picture(
-    source: str | None, file: bytes | None, field: str, gate: Gate, hold: Hold, limits: MediaLimits
+    source: str | None, file: bytes | None, field: str, gate: Gate, hold: ReserveMemory, limits: MediaLimits
 ) -> bytes | None:
     """Return the bytes of a picture from a URL or a form, read through the same gate as a chat's pictures."""
     try:

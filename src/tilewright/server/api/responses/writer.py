@@ -159,7 +159,7 @@ class CallItem(Item):
         return [{"type": "response.function_call_arguments.done", "arguments": self.text, **name}]
 
 
-Event = dict[str, Any]
+JsonEvent = dict[str, Any]
 
 _DEFAULTS: dict[str, Any] = {
     "background": False,
@@ -203,15 +203,17 @@ class ResponseBuilder:
         self._items: list[Item] = []
         self._num_events = 0
 
-    def begin(self) -> list[Event]:
+    def begin(self) -> list[JsonEvent]:
         """Return the events of the response's start."""
         return [self._event(f"response.{what}", response=self.response()) for what in ("created", "in_progress")]
 
-    def add(self, pieces: Iterable[Piece]) -> list[Event]:
+    def add(self, pieces: Iterable[Piece]) -> list[JsonEvent]:
         """Append pieces of the answer and return their events."""
         return [event for piece in pieces for event in self._add(piece)]
 
-    def finish(self, finish_reason: Literal["stop", "length", "tool_calls"], usage: Mapping[str, Any]) -> list[Event]:
+    def finish(
+        self, finish_reason: Literal["stop", "length", "tool_calls"], usage: Mapping[str, Any]
+    ) -> list[JsonEvent]:
         """End the answer and return the events. `usage` is in the form of chat completions."""
         is_complete = finish_reason != "length"
         events = self._close("completed" if is_complete else "incomplete")
@@ -224,7 +226,7 @@ class ResponseBuilder:
             self._incomplete_details = {"reason": "max_output_tokens"}
         return [*events, self._event(f"response.{self._status}", response=self.response())]
 
-    def fail(self, message: str, code: Literal["server_error", "invalid_prompt"] = "server_error") -> list[Event]:
+    def fail(self, message: str, code: Literal["server_error", "invalid_prompt"] = "server_error") -> list[JsonEvent]:
         """Mark the answer as failed and return the event."""
         for item in self._items[-1:]:
             item.status = "incomplete" if item.status == "in_progress" else item.status
@@ -248,7 +250,7 @@ class ResponseBuilder:
             **self._echoed,
         }
 
-    def _add(self, piece: Piece) -> Iterator[Event]:
+    def _add(self, piece: Piece) -> Iterator[JsonEvent]:
         item = self._items[-1] if self._items else None
         if item is None or not item.continues_with(piece):
             yield from self._close("completed")
@@ -258,7 +260,7 @@ class ResponseBuilder:
             yield from self._item_events(item.opening())
         yield from self._item_events(item.add(piece))
 
-    def _close(self, status: Literal["completed", "incomplete"]) -> list[Event]:
+    def _close(self, status: Literal["completed", "incomplete"]) -> list[JsonEvent]:
         if not self._items:
             return []
         item = self._items[-1]
@@ -266,15 +268,15 @@ class ResponseBuilder:
         item.status = status
         return [*events, self._item_event("done", item, len(self._items) - 1)]
 
-    def _item_event(self, what: str, item: Item, output_index: int) -> Event:
+    def _item_event(self, what: str, item: Item, output_index: int) -> JsonEvent:
         return self._event(f"response.output_item.{what}", output_index=output_index, item=item.snapshot())
 
-    def _item_events(self, events: Iterable[Event]) -> list[Event]:
+    def _item_events(self, events: Iterable[JsonEvent]) -> list[JsonEvent]:
         output_index = len(self._items) - 1
         item_id = self._items[-1].id
         return [self._event(output_index=output_index, item_id=item_id, **event) for event in events]
 
-    def _event(self, type: str, **fields: Any) -> Event:
+    def _event(self, type: str, **fields: Any) -> JsonEvent:
         event = {"type": type, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         return event
