@@ -43,7 +43,7 @@ class RankBinding:
 
 
 @dataclass(frozen=True)
-class BindingPlan:
+class RankBindings:
     """The binding of every rank, with warnings for the user."""
 
     ranks: list[RankBinding]
@@ -66,7 +66,7 @@ def binding_of_ranks(size: int, cpu_binding: str | None = None) -> list[RankBind
 
 def plan_binding(
     topology: Topology, size: int, cpu_binding: str | None = None, num_threads: int | None = None
-) -> BindingPlan:
+) -> RankBindings:
     """Return the binding of each of `size` ranks: to the lists of `cpu_binding`, else to one memory node each.
 
     `num_threads` is the number of each rank; None: one per CPU of its binding, within the control group's quota.
@@ -81,7 +81,7 @@ def plan_binding(
         RankBinding(rank, rank_cpus, _memory_nodes(topology, rank_cpus), num_threads)
         for rank, (rank_cpus, num_threads) in enumerate(zip(cpus, threads, strict=True))
     ]
-    return BindingPlan(ranks, warnings + thread_warnings)
+    return RankBindings(ranks, warnings + thread_warnings)
 
 
 def _parse_lists(text: str, size: int, usable_cpus: Sequence[int]) -> list[tuple[int, ...]]:

@@ -23,7 +23,7 @@ from tilewright.types import ContextLengthExceeded, ModelInputs, SamplingParams
 MAX_PROMPT_ROWS = 256
 FRAMES_PER_PIECE = 4
 
-Piece = tuple[SpeechSequence, list[list[int]]]  # a sequence, and its next frames to decode
+_Piece = tuple[SpeechSequence, list[list[int]]]  # a sequence, and its next frames to decode
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class SpeechScheduler:
                 self._release(speech)
         return deltas
 
-    def _samples(self, pieces: list[Piece]) -> list[Tensor | Exception]:
+    def _samples(self, pieces: list[_Piece]) -> list[Tensor | Exception]:
         """Return the samples of each piece, or why it has none."""
         if not pieces:
             return []
