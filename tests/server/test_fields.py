@@ -163,7 +163,7 @@ WRONG_VALUES = [
     ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinkin": False}}, "chat_template_kwargs",
      "'enable_thinkin', which the chat template"),
     ("/v1/chat/completions", {"max_output_tokens": 5}, "max_output_tokens", "use max_completion_tokens"),
-    ("/v1/completions", {"tools": [TOOL]}, "tools", "/v1/chat/completions takes it"),
+    ("/v1/completions", {"tools": [TOOL]}, "tools", "/v1/chat/completions supports it"),
     ("/v1/completions", {"enable_thinking": False}, "enable_thinking", "without a chat template"),
     ("/v1/responses", {"text": {"verbosity": "low"}}, "text", "text.verbosity is 'low'"),
     ("/v1/responses", {"truncation": "bogus"}, "truncation", "'auto' or 'disabled'"),

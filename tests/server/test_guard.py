@@ -383,7 +383,7 @@ def test_too_many(scripted):
     streams = [client.chat.completions.create(model="", stream=True, **BODY) for _ in range(9)]
     with pytest.raises(openai.RateLimitError) as caught:
         client.chat.completions.create(model="", **BODY)
-    assert "9 answers are under way, the limit is 9" in caught.value.message
+    assert "9 answers are in progress, the limit is 9" in caught.value.message
     assert int(caught.value.response.headers["retry-after"]) >= 1
     assert "tilewright_requests_refused_total 1.0" in send(f"{running.url}/metrics")[2]
     with pytest.raises(openai.BadRequestError, match="at most 9 at once"):

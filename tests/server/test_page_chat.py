@@ -404,7 +404,7 @@ def test_too_many_wait_their_turn(held, visits):
     page.keyboard.press("Control+Shift+O")
     page.locator(".welcome").wait_for()
     send(page, "Second")
-    page.get_by_text("1 answers are under way").wait_for()
+    page.get_by_text("1 answers are in progress").wait_for()
     assert "Asking again in 1 s." in answers(page).locator(".error").inner_text()
     backend.release()
     assert backend.has_asked.acquire(timeout=15) and backend.has_asked.acquire(timeout=15)

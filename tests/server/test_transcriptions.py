@@ -102,11 +102,11 @@ def test_a_model_without_ears(chat_server):
 @pytest.mark.parametrize(
     "options, param, says",
     [
-        ({"response_format": "srt"}, "response_format", "expected json or text: the model says what it hears"),
+        ({"response_format": "srt"}, "response_format", "expected json or text: the model returns text without times"),
         ({"response_format": "verbose_json"}, "response_format", "expected json or text"),
         ({"response_format": "xml"}, "response_format", "response_format"),
         ({"temperature": 3}, "temperature", "temperature"),
-        ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "not when"),
+        ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "without times"),
         ({"file": ("empty.wav", b"")}, "file", "it is empty"),
     ],
 )

@@ -173,7 +173,7 @@ class Conversation:
                 print(delta.text, end="", flush=True)
         except KeyboardInterrupt:
             handle.abort()
-        except BaseException:  # nobody reads the answer
+        except BaseException:  # the answer has no reader
             handle.abort()
             raise
         (completion,) = handle.result()

@@ -88,7 +88,7 @@ class PieceStream:
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Characters tokenized at once, in 0.1 s at most. A cut within a word adds a few tokens to thousands of a piece.
+# Characters tokenized at once, in 0.1 s at most. A cut within a word adds a few tokens to a piece's 500 or more.
 PIECE_CHARACTERS = 1 << 16
 _COUNT_MARGIN = 1.25
 
@@ -203,7 +203,7 @@ class Tokenizer:
             if num_tokens > _COUNT_MARGIN * max_context:
                 raise ContextLengthExceeded(
                     max_context,
-                    f"your prompt has {len(text)} characters, of which the first {min(end, len(text))} alone resulted "
+                    f"your prompt has {len(text)} characters; the first {min(end, len(text))} alone resulted "
                     f"in about {num_tokens} tokens",
                 )
         budget.check_cancelled()

@@ -101,14 +101,14 @@ class MediaSettings(Body):
 
 
 class MessageBody(Body):
-    others = None  # for the chat template
+    others = None  # passed to the chat template
 
     role: str
     content: str | Objects | None = None
 
 
 class Function(Body):
-    others = None  # for the chat template
+    others = None  # passed to the chat template
 
     name: str
     description: str | None = None
@@ -117,7 +117,7 @@ class Function(Body):
 
 
 class ToolBody(Body):
-    others = None  # for the chat template
+    others = None  # passed to the chat template
 
     type: Literal["function"] = "function"
     function: Function
@@ -145,7 +145,7 @@ class GenerationBody(Body):
 
 
 class TextBody(GenerationBody):
-    """The fields of all requests for text."""
+    """The fields that all requests for text share."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)

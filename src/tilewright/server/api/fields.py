@@ -112,17 +112,17 @@ _LENGTHS = ("num_predict", "n_predict", "max_length", "max_new_tokens", "max_tok
 _THINKING = Refused(
     'use chat_template_kwargs, such as {"enable_thinking": false}, or reasoning_effort', is_harmless_when_empty=False
 )
-_BESIDE = "its fields belong beside the others, by their names here"
+_BESIDE = "pass its fields at the top level, by their names here"
 _FIXED = Refused("the server has one model, as it was started with")
 _TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 
 # OpenAI's fields about the customer and the service, which do not change an answer.
 SERVICE: Rules = {
-    "user": NoEffect("who asks"),
-    "safety_identifier": NoEffect("who asks"),
+    "user": NoEffect("identifies the client's user"),
+    "safety_identifier": NoEffect("identifies the client's user"),
     "metadata": NoEffect("notes of the client"),
     "store": NoEffect("chats and completions are not stored"),
-    "service_tier": NoEffect("all requests are served alike", _TIERS),
+    "service_tier": NoEffect("all requests are treated equally", _TIERS),
     "prompt_cache_key": NoEffect("the prefix cache finds common beginnings by itself"),
     "prompt_cache_retention": NoEffect("the prefix cache keeps what there is memory for", ("in_memory", "24h")),
     "prompt_cache_options": NoEffect("the prefix cache keeps what there is memory for"),
@@ -185,12 +185,12 @@ ANSWERS: Rules = {
     "files": Refused("files are not supported: use parts of a message"),
     "raw": Refused("/v1/completions takes prompts without a template"),
     "template": Refused("the model's own template is used"),
-    "context": Refused("send all messages: the prefix cache saves what they cost"),
+    "context": Refused("send all messages: the prefix cache saves their cost"),
     "n_probs": Refused("use logprobs and top_logprobs"),
     "repeat_penalty": Refused("use repetition_penalty", (1,)),
     "repeat_last_n": Refused("repetition_penalty counts all tokens", (-1,)),
     # samplers
-    **_each(Refused("they have one order"), ("samplers", "sampler_seq", "sampler_order", "sampler_priority")),
+    **_each(Refused("their order is fixed"), ("samplers", "sampler_seq", "sampler_order", "sampler_priority")),
     "do_sample": Refused("use temperature: 0 for the likeliest tokens", (True,), False),
     **_each(Refused("answers are sampled"), ("use_beam_search", "penalty_alpha", "early_stopping")),
     **_each(Refused("answers are sampled", (1,)), ("length_penalty", "num_beams")),
@@ -211,16 +211,16 @@ ANSWERS: Rules = {
     ),
     # settings of the machine, and of the client itself
     **_each(
-        NoEffect("how Ollama and llama.cpp run a model; --max-context is the context"),
+        NoEffect("settings of Ollama and llama.cpp; --max-context sets the context"),
         ("num_ctx", "num_batch", "num_keep", "num_gpu", "main_gpu", "num_thread", "low_vram", "use_mmap", "use_mlock",
          "numa", "keep_alive", "ttl", "n_keep", "cache_prompt", "id_slot"),
     ),
-    **_each(NoEffect("the order of waiting requests is that of their arrival"), ("priority",)),
+    **_each(NoEffect("requests are served in order of arrival"), ("priority",)),
     **_each(NoEffect("an id of the client's"), ("request_id", "rid", "trace_id", "client_metadata")),
     **_each(NoEffect("OpenRouter's choice of a server"), ("provider", "route")),
     "usage": NoEffect("answers have it; streams with stream_options.include_usage"),
     **_each(
-        NoEffect("Open WebUI's own: it has done its part when it sends them"),
+        NoEffect("fields of Open WebUI, which handles them itself"),
         ("id", "chat_id", "session_id", "parent_id", "features", "background_tasks", "variables", "tool_ids",
          "tool_servers", "filter_ids", "model_item"),
     ),
@@ -236,7 +236,7 @@ CHAT: Rules = {
     **_without(ANSWERS, "mm_processor_kwargs"),
     "best_of": Refused("all n answers are returned", (1,)),
     "echo": _OUTPUT,
-    "suffix": Refused("the model does not fill in the middle"),
+    "suffix": Refused("fill-in-the-middle is not supported"),
     "add_special_tokens": Refused("the chat template writes them all", (False,), False),
     **_each(Refused("use messages"), ("prompt", "input")),
     "instructions": Refused("use a message of role system"),
@@ -246,9 +246,9 @@ CHAT: Rules = {
 
 COMPLETION: Rules = {
     **ANSWERS,
-    **_each(Refused("/v1/chat/completions takes it"), ("messages", "tools", "chat_template_kwargs", "modalities",
-                                                       "mm_processor_kwargs", "audio")),
-    "tool_choice": Refused("/v1/chat/completions takes it", ("none", "auto")),
+    **_each(Refused("/v1/chat/completions supports it"), ("messages", "tools", "chat_template_kwargs", "modalities",
+                                                          "mm_processor_kwargs", "audio")),
+    "tool_choice": Refused("/v1/chat/completions supports it", ("none", "auto")),
     "parallel_tool_calls": NoEffect("there are no tools"),
     **_each(
         Refused("a prompt is used as it is, without a chat template", is_harmless_when_empty=False),
@@ -265,7 +265,7 @@ RESPONSES: Rules = {
     "conversation": Refused("conversations are not stored; use previous_response_id"),
     "prompt": Refused("prompts are not stored"),
     **_each(Refused("use /v1/chat/completions for log-probabilities"), ("logprobs", "top_logprobs", "n_probs")),
-    "context_management": Refused("an input is not shortened: send what the model is to read"),
+    "context_management": Refused("inputs are not truncated: send what the model should read"),
     "image": Refused("pictures are preprocessed as the checkpoint says"),
     "messages": Refused("use input"),
     "system": Refused("use instructions"),
@@ -275,7 +275,7 @@ RESPONSES: Rules = {
     **_each(Refused("use text.format"), ("response_format", "format")),
     "reasoning_effort": Refused("use reasoning.effort"),
     "verbosity": Refused("the model has no such setting: ask for it in instructions", ("medium",)),
-    **_each(Refused("/v1/chat/completions takes it"), ("modalities", "audio", "continue_final_message")),
+    **_each(Refused("/v1/chat/completions supports it"), ("modalities", "audio", "continue_final_message")),
 }
 
 _NO_MORE = Refused("use chunks as they come: usage is in the last one")
@@ -309,17 +309,17 @@ PART: Rules = {
 }
 IMAGE_URL: Rules = {
     "detail": NoEffect("a picture is read at the size that the checkpoint says", ("auto", "low", "high", "original")),
-    "format": NoEffect("files say themselves what they are"),
+    "format": NoEffect("the format is read from the file"),
 }
 
 # Items in the input of /v1/responses.
 ITEM: Rules = {
-    **_each(NoEffect("what earlier responses wrote"), ("id", "status", "phase", "encrypted_content")),
-    "caller": NoEffect("who called a function"),
+    **_each(NoEffect("set by earlier responses"), ("id", "status", "phase", "encrypted_content")),
+    "caller": NoEffect("the function's caller"),
     "namespace": Refused("functions have no namespaces"),
 }
 TOOL: Rules = {
-    "defer_loading": Refused("the model is given all tools"),
+    "defer_loading": Refused("the model gets all tools"),
     "allowed_callers": NoEffect("the model calls functions"),
 }
 RESPONSES_FORMAT: Rules = {
@@ -327,14 +327,14 @@ RESPONSES_FORMAT: Rules = {
     "json_schema": Refused("use name, schema and strict beside type"),
 }
 
-_AS_IT_IS = "the model makes what it has learned to: ask for it in the prompt"
+_AS_IT_IS = "the model has no such setting: ask for it in the prompt"
 PICTURES: Rules = {
-    **_each(NoEffect("who asks"), ("user", "safety_identifier")),
+    **_each(NoEffect("identifies the client's user"), ("user", "safety_identifier")),
     "moderation": NoEffect("pictures are not moderated", ("auto", "low")),
     "quality": Refused("set steps", ("auto", "standard", "medium")),
     "style": Refused(_AS_IT_IS, ("vivid",)),
     "complexity": Refused(_AS_IT_IS, ("medium",)),
-    **_each(Refused("pictures do not move: use /v1/videos"), ("frame_count", "frame_duration_ms")),
+    **_each(Refused("pictures are not animated: use /v1/videos"), ("frame_count", "frame_duration_ms")),
     "svg": Refused("pictures are made of pixels"),
     "markup": Refused("the whole picture is edited"),
     "input_fidelity": Refused("the model sees the whole picture", ("low",)),
@@ -353,17 +353,17 @@ VIDEOS: Rules = {
 }
 SPEECH: Rules = {
     **SERVICE,
-    **_each(Refused("the model hears from the text which language it is"), ("language", "lang_code")),
+    **_each(Refused("the model detects the language of the text"), ("language", "lang_code")),
     **_each(Refused("the model's voices are its own"), ("ref_audio", "ref_text")),
     **_each(Refused("use stream_format"), ("stream_audio",)),
 }
-NO_TIMES = "the model says what it hears, not when"
+NO_TIMES = "the model returns text without times"
 TRANSCRIPTION: Rules = {
     "timestamp_granularities": Refused(NO_TIMES),
     "include": Refused("log-probabilities are given by /v1/chat/completions"),
-    **_each(Refused("speakers are not told apart"), ("known_speaker_names", "known_speaker_references", "diarize")),
+    **_each(Refused("speakers are not distinguished"), ("known_speaker_names", "known_speaker_references", "diarize")),
     **_each(Refused("use prompt"), ("keywords", "hotwords")),
     "languages": Refused("use language"),
-    "chunking_strategy": Refused("a sound is heard as a whole", ("auto",)),
-    **_each(NoEffect("who asks"), ("user",)),
+    "chunking_strategy": Refused("a sound is transcribed as a whole", ("auto",)),
+    **_each(NoEffect("identifies the client's user"), ("user",)),
 }

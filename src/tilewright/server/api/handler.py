@@ -47,7 +47,7 @@ class ApiHandler:
         self.pictures = PictureHandler(settings, pictures, self.gate, metrics)
         self._admission = Admission(settings.max_queue, metrics)
         self._history = ResponseHistory()
-        self._answers: set[Answer] = set()  # under way
+        self._answers: set[Answer] = set()  # in progress
         self._is_shutting_down = asyncio.Event()
         self.started_s = int(time.time())
 
@@ -74,7 +74,7 @@ class ApiHandler:
 
     async def answer(self, body: GenerationBody, request: Request) -> Response:
         """Submit a request to the engine and return the response that will send its answer."""
-        if self._is_shutting_down.is_set():  # it came on a connection that was open
+        if self._is_shutting_down.is_set():  # the request came on an open connection
             raise shutting_down()
         model = self.check_model(body.model)
         log: RequestLog = request.state.log
@@ -196,7 +196,7 @@ class ApiHandler:
         except EngineUnavailable as error:
             return JsonResponse({"status": "unavailable", "reason": str(error)}, 503)
         if stats["step_age_s"] > MAX_STEP_S:
-            reason = f"a step has been under way for {stats['step_age_s']:.0f} s"
+            reason = f"a step has been running for {stats['step_age_s']:.0f} s"
             return JsonResponse({"status": "unavailable", "reason": reason}, 503)
         pictures = {"pictures": without_pictures} if without_pictures else {}
         return JsonResponse({"status": "ok", "replicas": stats["num_replicas"], **pictures})

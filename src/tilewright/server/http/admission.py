@@ -44,7 +44,7 @@ class Admission:
         if self.num_answers + num_answers > limit:
             self._metrics.refused.inc()
             wait_s = min(MAX_WAIT_S, max(1, math.ceil(self._mean_s * self.num_answers / max_sequences)))
-            message = f"{self.num_answers} answers are under way, the limit is {limit}; try again in {wait_s} s"
+            message = f"{self.num_answers} answers are in progress, the limit is {limit}; try again in {wait_s} s"
             headers = {"Retry-After": str(wait_s)}
             raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
         self.num_answers += num_answers
@@ -80,7 +80,7 @@ class MemoryReservation:
         self._size_bytes += num_bytes
         self._budget.size_bytes += num_bytes
         if self._budget.size_bytes > self._budget.limit:
-            message = f"requests under way hold {self._budget.size_bytes} bytes, the limit is {self._budget.limit}"
+            message = f"requests in progress hold {self._budget.size_bytes} bytes, the limit is {self._budget.limit}"
             headers = {"Retry-After": "5", "Connection": "close"}
             raise ApiError(429, message, kind="rate_limit_error", code="memory_full", headers=headers)
 

@@ -110,7 +110,7 @@ class PictureBackend(SupervisedProcess):
         await known
 
     def check(self, request: PictureRequest) -> None:
-        """Raise RequestError for a request that the model does not support. No check before the process has started."""
+        """Raise RequestError for a request that the model does not support. Before its limits are known, do nothing."""
         if self.limits is not None:
             request.params(self.limits, request.picture)
 
@@ -238,7 +238,7 @@ class PictureBackend(SupervisedProcess):
                 coming.set_result(None)
         job, self._running = self._running, None
         if not (self._is_closing or self._is_refused):
-            _log.error("the image worker ended (%s)%s", how, " with a request under way" if job else "")
+            _log.error("the image worker ended (%s)%s", how, " during a request" if job else "")
         if job is not None:
             message = f"the image worker ended ({how}) and is being restarted; send the request again"
             if self._is_closing:

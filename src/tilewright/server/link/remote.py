@@ -146,7 +146,7 @@ class RemoteBackend(SupervisedProcess):
     def on_end(self, how: str) -> None:
         """Fail all running requests."""
         if not (self._is_closing or self._is_refused):
-            _log.error("the engine ended (%s) with %d requests under way", how, len(self._listeners))
+            _log.error("the engine ended (%s) with %d running requests", how, len(self._listeners))
         message = f"the engine ended ({how}) and is being restarted; send the request again"
         if self._is_closing:
             message = "the server is shutting down before the answer is complete"

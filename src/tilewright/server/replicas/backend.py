@@ -58,7 +58,7 @@ class Recovery:
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self._passed: dict[int, _Progress] = {}  # by answer index
+        self._passed: dict[int, _Progress] = {}  # answer index -> text passed on
         self._seen: dict[int, _Progress] = {}  # in this attempt
         self._events: list[Event] = []  # of this attempt, unless it is the first
         self._has_started = False
@@ -258,9 +258,9 @@ class ReplicaBackend:
                 avoid.add(error.replica)
             except ReplicaLost as error:
                 num_lost += 1
-                _log.warning("a replica was lost with a request under way: %s", error)
+                _log.warning("a replica was lost during a request: %s", error)
                 if num_lost == MAX_LOST:
-                    message = f"{num_lost} replicas were lost with this request under way ({error}); send it again"
+                    message = f"{num_lost} replicas were lost during this request ({error}); send it again"
                     recovery.add(Failed("unavailable", message))
             except Exception as error:
                 recovery.add(failure(error, request))

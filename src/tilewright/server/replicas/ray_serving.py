@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 # For requests in transit with their pictures and videos. Ray's default is 30 % of the memory.
 OBJECT_STORE_BYTES = 1 << 30
-# Ray's helper processes have 15 s each to start, which they may exceed on a busy machine; Ray has no setting for it.
+# Ray gives its helper processes 15 s each to start, which a busy machine may exceed; its error does not say so.
 MAX_CLUSTER_STARTS = 3
 
 

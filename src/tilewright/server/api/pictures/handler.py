@@ -54,7 +54,7 @@ class PictureHandler:
         self._metrics = metrics
         self.results = ResultStore()
         self.videos = VideoJobs(self._submit, self.results)
-        self._streams: set[asyncio.Queue[Event]] = set()  # of responses under way
+        self._streams: set[asyncio.Queue[Event]] = set()  # queues of open responses
 
     def is_meant_by(self, name: str) -> bool:
         return self.backend is not None and names_model(name, self.backend.name)
