@@ -88,8 +88,8 @@ def test_the_number_of_keys_is_bounded():
 def test_the_replica_that_has_the_longest_beginning_comes_first():
     router = PrefixRouter()
     loads = {"a": 0, "b": 0, "c": 0}
-    router.note([b"1", b"2"], "a")
-    router.note([b"1", b"2", b"3"], "b")
+    router.record([b"1", b"2"], "a")
+    router.record([b"1", b"2", b"3"], "b")
     assert router.rank([b"1", b"2", b"3", b"4"], loads)[:2] == ["b", "a"]
     assert router.rank([b"1", b"x"], loads)[2] == "c"
     assert set(router.rank([b"1", b"x"], loads)[:2]) == {"a", "b"}
@@ -97,7 +97,7 @@ def test_the_replica_that_has_the_longest_beginning_comes_first():
 
 def test_much_busier_replicas_come_after_idle_ones():
     router = PrefixRouter()
-    router.note([b"1"], "a")
+    router.record([b"1"], "a")
     assert router.rank([b"1"], {"a": HEADROOM - 1, "b": 0})[0] == "a"
     assert router.rank([b"1"], {"a": HEADROOM, "b": 0})[0] == "b"
     assert router.rank([b"1"], {"a": 50 + HEADROOM - 1, "b": 50})[0] == "a"
@@ -123,14 +123,14 @@ def test_equal_replicas_are_chosen_by_the_beginning():
 
 def test_replicas_to_avoid_come_last():
     router = PrefixRouter()
-    router.note([b"1"], "a")
+    router.record([b"1"], "a")
     assert router.rank([b"1"], {"a": 0, "b": 3}, avoid=["a"]) == ["b", "a"]
 
 
 def test_a_lost_replica_is_forgotten():
     router = PrefixRouter()
-    router.note([b"1"], "a")
-    router.note([b"1", b"2"], "b")
+    router.record([b"1"], "a")
+    router.record([b"1", b"2"], "b")
     router.forget("b")
     assert router.rank([b"1", b"2"], {"a": 1, "b": 0}) == ["a", "b"]
     assert b"2" not in router._replicas_of
@@ -138,10 +138,10 @@ def test_a_lost_replica_is_forgotten():
 
 def test_what_was_sent_long_ago_is_forgotten():
     router = PrefixRouter(max_keys=2)
-    router.note([b"1"], "a")
-    router.note([b"2"], "b")
-    router.note([b"1"], "a")
-    router.note([b"3"], "b")
+    router.record([b"1"], "a")
+    router.record([b"2"], "b")
+    router.record([b"1"], "a")
+    router.record([b"3"], "b")
     assert set(router._replicas_of) == {b"1", b"3"}
 
 
@@ -157,7 +157,7 @@ def test_no_replica_gets_much_more_than_others(steps):
         keys = [bytes([prompt])]
         chosen = router.rank(keys, loads)[0]
         assert loads[chosen] < max(min(loads.values()) + HEADROOM, 1.5 * (sum(loads.values()) + 1) / 3)
-        router.note(keys, chosen)
+        router.record(keys, chosen)
         loads[chosen] += 1
         under_way.append(chosen)
 

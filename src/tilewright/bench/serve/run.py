@@ -135,12 +135,12 @@ async def run(
     """Send requests at the given pace; return the samples of those sent, in the order of their numbers."""
     began_s = clock()
 
-    async def ask_and_tell(request: WorkloadRequest) -> Any:
+    async def send_and_report(request: WorkloadRequest) -> Any:
         sample = await send(client, path, request, timeout_s, began_s, clock)
         on_sample(sample)
         return sample
 
-    return sorted(await pace.send(requests, ask_and_tell, clock), key=lambda sample: sample.number)
+    return sorted(await pace.send(requests, send_and_report, clock), key=lambda sample: sample.number)
 
 
 MAX_MODELS_BYTES = 1 << 24

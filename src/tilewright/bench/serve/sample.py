@@ -199,7 +199,7 @@ async def send_request(
     return answer.sample(request, sent_s, clock() - began_s, failure)
 
 
-async def _read(client: Client, path: str, body: bytes, take: Callable[[bytes], None]) -> None:
+async def _read(client: Client, path: str, body: bytes, on_event: Callable[[bytes], None]) -> None:
     async with client.request("POST", path, body) as response:
         await check(response)
         kind = response.headers.get("content-type", "text/event-stream")
@@ -209,9 +209,9 @@ async def _read(client: Client, path: str, body: bytes, take: Callable[[bytes], 
         events = EventDecoder()
         async for piece in response.pieces():
             for event in events.feed(piece):
-                take(event)
+                on_event(event)
         for event in events.end():
-            take(event)
+            on_event(event)
 
 
 async def check(response: Response) -> None:

@@ -142,7 +142,7 @@ class PrefixRequestRouter(RequestRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         with self._lock:
-            self._router.note(_route(pending_request).keys, replica_id.unique_id)
+            self._router.record(_route(pending_request).keys, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         with self._lock:  # not below 0: also called for a request that could not be sent

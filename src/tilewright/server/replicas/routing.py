@@ -137,7 +137,7 @@ class PrefixRouter:
 
         return sorted(by_load, key=order)
 
-    def note(self, keys: Sequence[bytes], replica: str) -> None:
+    def record(self, keys: Sequence[bytes], replica: str) -> None:
         """Record that a request was sent to a replica, whose caches then have its prefixes."""
         for key in keys:
             self._replicas_of.setdefault(key, set()).add(replica)

@@ -23,8 +23,8 @@ from tilewright.ops.quantized import QuantFormat, Quantized
 from tilewright.weights.gguf.config import (
     ROPE_FREQUENCIES,
     known_architecture,
+    multimodal_config,
     num_deepstack_layers,
-    seeing_config,
     text_config,
 )
 from tilewright.weights.gguf.file import GgufFile, PlacedTensor
@@ -74,7 +74,9 @@ class GgufCheckpoint:
             if name != ROPE_FREQUENCIES:
                 self._tensors |= _named(name, placed)
         if projector is not None:
-            self._tensors = {_seeing_name(name): tensor for name, tensor in self._tensors.items()} | projector.tensors
+            self._tensors = {
+                _multimodal_name(name): tensor for name, tensor in self._tensors.items()
+            } | projector.tensors
             files = [*files, projector.file]
         self.shapes: Mapping[str, tuple[int, ...]] = {name: placed.shape for name, placed in self._tensors.items()}
         digest = hashlib.sha256()
@@ -101,7 +103,7 @@ class GgufCheckpoint:
                 "with --mmproj"
             )
             return None
-        self.config = seeing_config(file, self.config, projector.config, projector.preprocessing)
+        self.config = multimodal_config(file, self.config, projector.config, projector.preprocessing)
         return projector
 
     def dtype(self, name: str) -> torch.dtype:
@@ -228,6 +230,6 @@ def huggingface_name(name: str) -> str:
     return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
 
 
-def _seeing_name(name: str) -> str:
+def _multimodal_name(name: str) -> str:
     """Return the name that a language model's tensor has in a model that sees."""
     return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name

@@ -145,7 +145,7 @@ def num_deepstack_layers(file: GgufFile) -> int | None:
     return value
 
 
-def seeing_config(file: GgufFile, text: dict, vision: dict, preprocessing: dict) -> dict:
+def multimodal_config(file: GgufFile, text: dict, vision: dict, preprocessing: dict) -> dict:
     """Return the config.json of a language model with a projector, from its two parts `text` and `vision`.
 
     `preprocessing` are the entries of preprocessor_config.json.
