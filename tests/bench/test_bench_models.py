@@ -95,7 +95,7 @@ def test_users_errors(run, text_model, capsys):
     assert run("decode", "-m", "./nothing/here/now")[0] == 2
     with pytest.raises(SystemExit):
         run("picture", "-m", text_model, "--size", "large")
-    assert "expected such as 1024x768" in capsys.readouterr().err
+    assert "expected one such as 1024x768" in capsys.readouterr().err
 
 
 def test_costs_by_hand(tmp_path, text_model):

@@ -225,7 +225,7 @@ def test_plot(run, tmp_path):
         (["--prompt-tokens", "ten"], "expected 128 or 64-256"),
         (["--extra", "[1]"], "it is not a JSON object"),
         (["--extra", "{"], "it is not JSON:"),
-        (["--picture-size", "0x5"], "expected such as 1024x768"),
+        (["--picture-size", "0x5"], "expected one such as 1024x768"),
     ],
 )
 def test_flags_that_are_none(arguments, message, capsys):

@@ -15,14 +15,13 @@ from tilewright.engine.measure.memory import MemoryUse
 MIB = 2**20
 # Huge pages of keys and values that are partly used, plans, the tokenizer; a second copy of any weights is far more.
 SLACK_BYTES = 32 * MIB
+pytestmark = pytest.mark.slow
 
 # Loads a tiny model first: what Python, torch and the engine's threads take is there before the other one comes.
 CHILD = """
 import json, sys
 from tilewright import Engine
 from tilewright.engine.measure.memory import resident
-
-pytestmark = pytest.mark.slow
 tiny, large, quantize, caches = sys.argv[1:]
 options = {"kv_memory": "64MB", "max_context": 1024, "dtype": "bfloat16", "speculate": 0}
 def answer(model, quantize, **more):

@@ -188,7 +188,7 @@ def test_sounds_that_are_refused(changed, message, engine_of):
         ({"times_s": (0.5,)}, "times_s has 1 entries, expected 4"),
         ({"times_s": (0.5, 1.5, 2.5, 9999.0)}, "9999.0 seconds, the limit is 3600"),
         ({"times_s": (0.5, 1.5, 2.5, float("nan"))}, "expected seconds in order"),
-        ({"use_audio_in_video": True}, "use_audio_in_video is asked for, and video_features have no sound"),
+        ({"use_audio_in_video": True}, "use_audio_in_video is true, but video_features have no sound"),
         ({"grid": (2**31 - 1, 8, 8), "times_s": ()}, "times_s has 0 entries"),
     ],
 )

@@ -158,7 +158,7 @@ def test_parts_are_read_as_one(tmp_path):
         open_checkpoint(parts[0])
     parts[3].rename(parts[1])
     (tmp_path / "elsewhere.gguf").rename(parts[3])
-    with pytest.raises(CheckpointError, match="does not say that it is part 2 of 4"):
+    with pytest.raises(CheckpointError, match="is not marked as part 2 of 4"):
         open_checkpoint(parts[0])
     parts[0].rename(tmp_path / "first.gguf")
     with pytest.raises(CheckpointError, match="is one of 4 parts, but is not named so"):
