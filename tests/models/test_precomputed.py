@@ -30,7 +30,7 @@ def picture():
 def prepared(engine, picture):
     """Patches and features of the picture, and its grid."""
     processor = engine.loaded.processor
-    medium = processor._prepare(MediaPart("image", "image 1", picture), None)
+    medium = processor._prepare(MediaPart("image", "image 1", picture))
     patches = torch.empty(
         medium.num_rows, processor.media_buffer.rows.shape[1], dtype=processor.media_buffer.rows.dtype
     )

@@ -36,7 +36,7 @@ def outcome(decode):
 def test_pieces_and_whole(head, text):
     assume("====" not in "".join(unquote(text).split()))  # Python's decoder takes it after whole groups alone
     url = head + text
-    at_once = outcome(lambda: open_url(url, "image 1", LIMITS, None))
+    at_once = outcome(lambda: open_url(url, "image 1", LIMITS))
     assert outcome(lambda: sources.decode_data_url(url, "image 1", LIMITS)) == at_once
 
 

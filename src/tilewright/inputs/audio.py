@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, check_duration, read_source
+from tilewright.inputs.media import MediaLimits, MediaPart, check_duration, read_source
 from tilewright.inputs.video import opened_container
 from tilewright.types import RequestError
 
@@ -58,14 +58,12 @@ def read_sound(data: bytes, name: str, limits: MediaLimits, sample_rate: int) ->
     return SoundFile(duration_s, lambda: _decode(data, name, duration_s, sample_rate))
 
 
-def open_audio(
-    part: MediaPart, limits: MediaLimits, sample_rate: int, fetch: Fetch | None = None, read: ReadSound = read_sound
-) -> Sound:
+def open_audio(part: MediaPart, limits: MediaLimits, sample_rate: int, read: ReadSound = read_sound) -> Sound:
     """Return the sound of a part: bytes, a file, an array of floats at the wanted rate, or (array, its rate).
 
     `read` reads encoded sounds.
     """
-    source = read_source(part, limits, fetch)
+    source = read_source(part, limits)
     if isinstance(source, bytes):
         file = read(source, part.name, limits, sample_rate)
         digest = hashlib.blake2b(source, digest_size=32).digest()

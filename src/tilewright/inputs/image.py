@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilewright.inputs.media import UNREADABLE, Fetch, MediaLimits, MediaPart, check_pixels, read_source
+from tilewright.inputs.media import UNREADABLE, MediaLimits, MediaPart, check_pixels, read_source
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:
@@ -149,13 +149,11 @@ def animation_frames(data: bytes, name: str, indices: Sequence[int], limits: Med
         yield _decode(partial(frame, index), name)
 
 
-def open_picture(
-    part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None, read: ReadPicture = read_picture
-) -> Picture:
+def open_picture(part: MediaPart, limits: MediaLimits, read: ReadPicture = read_picture) -> Picture:
     """Return the picture of a part: bytes, a file, a PIL image, an array or a tensor. `read` reads encoded ones."""
     from PIL import Image
 
-    source = read_source(part, limits, fetch)
+    source = read_source(part, limits)
     if isinstance(source, bytes):
         file = read(source, part.name, limits)
         digest = hashlib.blake2b(source, digest_size=32).digest()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from tilewright.types import MediaKind, RequestError
 # The reason given for a file that a library cannot decode: the library's message means little to a client.
 UNREADABLE = "the file is damaged, cut short, or of a kind that is not supported"
 _JPEG_FRAMES = "data:video/jpeg;base64,"
-Fetch = Callable[[str], bytes]  # http(s) URL -> bytes; the caller's function, which checks addresses
 
 
 @dataclass(frozen=True)
@@ -46,15 +44,13 @@ class MediaPart:
     with_sound: bool = False  # read a video's sound with its frames
 
 
-def open_url(url: str, name: str, limits: MediaLimits, fetch: Fetch | None) -> bytes:
-    """Return the bytes of a data: URL, or of an http(s) URL through the caller's `fetch`."""
+def open_url(url: str, name: str, limits: MediaLimits) -> bytes:
+    """Return the bytes of a data: URL; raise RequestError for others: a server has fetched them already."""
     scheme = url.split(":", 1)[0].lower() if ":" in url[:16] else ""
     if scheme == "data":
         return _decode_data_url(url, name, limits)
     if scheme in ("http", "https"):
-        if fetch is None:
-            raise RequestError(f"{name}: {url[:100]} is not fetched here: pass its bytes, or a file")
-        return check_bytes(fetch(url), name, limits)
+        raise RequestError(f"{name}: {url[:100]} is not fetched here: pass its bytes, or a file")
     raise RequestError(f"{name}: the URL begins with {url[:20]!r}, expected data:, http: or https:")
 
 
@@ -112,11 +108,11 @@ def open_frames_url(url: str, name: str, limits: MediaLimits) -> list[bytes]:
     return [check_bytes(decode_base64(frame, one), one, limits) for frame, one in zip(frames, names, strict=True)]
 
 
-def read_source(part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Any:
+def read_source(part: MediaPart, limits: MediaLimits) -> Any:
     """Return the bytes of a path, URL or bytes-like object; return other sources (pictures, arrays) unchanged."""
     source = part.source
     if isinstance(source, str) and source[:5].lower() in ("data:", "http:", "https"):
-        return open_url(source, part.name, limits, fetch)
+        return open_url(source, part.name, limits)
     if isinstance(source, str | Path):
         return _read_file(Path(source), part.name, limits)
     if isinstance(source, bytes | bytearray | memoryview):

@@ -9,7 +9,6 @@ from typing import Any
 
 from tilewright.inputs.chat_template import plain
 from tilewright.inputs.media import (
-    Fetch,
     MediaLimits,
     MediaPart,
     check_count,
@@ -33,7 +32,6 @@ def normalize(
     messages: Messages,
     *,
     limits: MediaLimits | None = None,
-    fetch: Fetch | None = None,
     accepts: Sequence[MediaKind] = MEDIA_KINDS,
     model: str = "the model",
     missing: str | None = None,
@@ -43,10 +41,10 @@ def normalize(
 
     Parts are OpenAI's (text, image_url, video_url, input_audio) and {"type": "image", "image": source}, likewise for
     video and audio; a video may set its frames' "fps", and "use_audio_in_video" if it differs from the argument.
-    Nothing is fetched here: `fetch` turns an http(s) URL into bytes. `missing` is the error for pictures and videos
-    if the model lacks a component for them.
+    Nothing is fetched here: an http(s) URL is refused. `missing` is the error for pictures and videos if the
+    model lacks a component for them.
     """
-    collected = _Media(limits or MediaLimits(), fetch, accepts, model, missing, use_audio_in_video)
+    collected = _Media(limits or MediaLimits(), accepts, model, missing, use_audio_in_video)
     normalized = []
     for message in messages:
         if not isinstance(message, Mapping):
@@ -72,7 +70,7 @@ def media_of_prompt(
     missing: str | None = None,
 ) -> list[MediaPart]:
     """Return the media of a prompt, which have the form of message parts."""
-    collected = _Media(limits or MediaLimits(), None, accepts, model, missing, use_audio_in_video=False)
+    collected = _Media(limits or MediaLimits(), accepts, model, missing, use_audio_in_video=False)
     for part in media:
         if collected.take(part)["type"] == "text":
             raise RequestError('media has an item of text, expected {"type": "image", "image": source} or the like')
@@ -85,14 +83,12 @@ class _Media:
     def __init__(
         self,
         limits: MediaLimits,
-        fetch: Fetch | None,
         accepts: Sequence[MediaKind],
         model: str,
         missing: str | None,
         use_audio_in_video: bool,
     ) -> None:
         self._limits = limits
-        self._fetch = fetch
         self._accepts = accepts
         self._model = model
         self._missing = missing
@@ -157,7 +153,7 @@ class _Media:
         """Return the bytes of a URL, or the frames of a video URL that contains them."""
         if kind == "video" and num_frames_of_url(url):
             return open_frames_url(url, name, self._limits)
-        return open_url(url, name, self._limits, self._fetch)
+        return open_url(url, name, self._limits)
 
 
 def _num_bytes(source: bytes | list[bytes] | Precomputed) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from tilewright.inputs.chat_ids import ChatEncoder
 from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.isolation.opener import InProcessOpener, Opener
-from tilewright.inputs.media import Fetch, MediaLimits, MediaPart
+from tilewright.inputs.media import MediaLimits, MediaPart
 from tilewright.inputs.media_buffer import Allocation, MediaBuffer, Write
 from tilewright.inputs.messages import TextBudget, media_of_prompt, normalize
 from tilewright.inputs.precomputed import Precomputed
@@ -46,7 +46,6 @@ class TextProcessor:
         messages: Messages,
         *,
         tools: Sequence[object] | None = None,
-        fetch: Fetch | None = None,
         is_known: Callable[[bytes], bool] | None = None,
         budget: TextBudget | None = None,
         **template_args: Any,
@@ -156,7 +155,6 @@ class MediaProcessor(ABC):
         messages: Messages,
         *,
         tools: Sequence[object] | None = None,
-        fetch: Fetch | None = None,
         is_known: IsKnown | None = None,
         budget: TextBudget | None = None,
         use_audio_in_video: bool = False,
@@ -171,12 +169,11 @@ class MediaProcessor(ABC):
         normalized, parts = normalize(
             messages,
             limits=self.limits,
-            fetch=fetch,
             accepts=self.accepts,
             use_audio_in_video=use_audio_in_video,
         )
         ids, opens_reasoning = self._encoder.encode(normalized, tools=tools, budget=budget, **template_args)
-        inputs = self._inputs(ids, parts, fetch, is_known, budget)
+        inputs = self._inputs(ids, parts, is_known, budget)
         return dataclasses.replace(inputs, opens_reasoning=opens_reasoning)
 
     def prompt(
@@ -195,12 +192,12 @@ class MediaProcessor(ABC):
         """
         ids = self._prompt_ids(text, token_ids, budget)
         parts = media_of_prompt(media, limits=self.limits, accepts=self.accepts)
-        return self._inputs(ids, parts, None, is_known, budget)
+        return self._inputs(ids, parts, is_known, budget)
 
     def describe(self, medium: Mapping[str, object]) -> PreparedMedium:
         """Return the grid, times and tiles of a medium in the form of a message part, read from its header."""
         (part,) = media_of_prompt([medium], limits=self.limits, accepts=self.accepts)
-        return self._prepared(part, None)
+        return self._prepared(part)
 
     def _prompt_ids(
         self, text: str | None, token_ids: Sequence[int] | None, budget: TextBudget | None
@@ -211,12 +208,11 @@ class MediaProcessor(ABC):
         self,
         ids: Sequence[int],
         parts: Sequence[MediaPart],
-        fetch: Fetch | None,
         is_known: IsKnown | None,
         budget: TextBudget | None,
     ) -> ModelInputs:
         """Return the inputs of ids with a placeholder per part. Media are decoded once all have room in the buffer."""
-        placement = self._place(ids, [self._prepared(part, fetch) for part in parts])
+        placement = self._place(ids, [self._prepared(part) for part in parts])
         media = [medium for medium, _ in placement.media]
         check_cancelled = budget.check_cancelled if budget else lambda: None
         allocation = self.media_buffer.allocate([medium.num_rows for medium in media], check_cancelled)
@@ -263,9 +259,9 @@ class MediaProcessor(ABC):
             allocation.release()  # the error's traceback would keep the allocation
             raise
 
-    def _prepared(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
+    def _prepared(self, part: MediaPart) -> PreparedMedium:
         if not isinstance(part.source, Precomputed):
-            return self._prepare(part, fetch)
+            return self._prepare(part)
         if part.with_sound:
             raise RequestError(f"{part.name}: use_audio_in_video is true, but {part.source.type} have no sound")
         return self._prepare_values(part.source, part.name)
@@ -298,7 +294,7 @@ class MediaProcessor(ABC):
         """Return the sizes for a medium of this grid; raise RequestError for an impossible grid."""
 
     @abstractmethod
-    def _prepare(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
+    def _prepare(self, part: MediaPart) -> PreparedMedium:
         """Return the medium of a part, with its size and key from its header."""
 
     @abstractmethod

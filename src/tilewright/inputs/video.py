@@ -23,7 +23,7 @@ from tilewright.inputs.image import (
     open_picture,
     read_picture,
 )
-from tilewright.inputs.media import UNREADABLE, Fetch, MediaLimits, MediaPart, check_duration, check_pixels, read_source
+from tilewright.inputs.media import UNREADABLE, MediaLimits, MediaPart, check_duration, check_pixels, read_source
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:
@@ -303,7 +303,6 @@ class Video:
 def open_video(
     part: MediaPart,
     limits: MediaLimits,
-    fetch: Fetch | None = None,
     read: ReadVideo = read_video,
     read_frame: ReadPicture = read_picture,
 ) -> Video:
@@ -312,8 +311,8 @@ def open_video(
     `read` reads encoded videos, `read_frame` encoded pictures of a list.
     """
     if isinstance(part.source, list | tuple):
-        return _from_pictures(part, limits, fetch, read_frame)
-    source = read_source(part, limits, fetch)
+        return _from_pictures(part, limits, read_frame)
+    source = read_source(part, limits)
     if isinstance(source, bytes):
         file = read(source, part.name, limits)
         digest = hashlib.blake2b(source, digest_size=32).digest()
@@ -342,13 +341,13 @@ def _from_array(source: Any, part: MediaPart, limits: MediaLimits) -> Video:
     )
 
 
-def _from_pictures(part: MediaPart, limits: MediaLimits, fetch: Fetch | None, read_frame: ReadPicture) -> Video:
+def _from_pictures(part: MediaPart, limits: MediaLimits, read_frame: ReadPicture) -> Video:
     if not part.source:
         raise RequestError(f"{part.name}: it has no frames")
     fps = part.fps or DEFAULT_FPS
     check_duration(len(part.source) / fps, part.name, limits)
     pictures = [
-        open_picture(MediaPart("image", f"{part.name}, frame {index + 1}", frame), limits, fetch, read_frame)
+        open_picture(MediaPart("image", f"{part.name}, frame {index + 1}", frame), limits, read_frame)
         for index, frame in enumerate(part.source)
     ]
     first = pictures[0]

@@ -15,7 +15,7 @@ import numpy as np
 from tilewright.inputs.audio import Sound, SoundFile, max_samples, open_audio
 from tilewright.inputs.image import Picture, PictureFile, open_picture
 from tilewright.inputs.isolation.pool import DecoderFailed, DecoderKilled, DecoderPool, DecoderProcess
-from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, check_duration, check_pixels
+from tilewright.inputs.media import MediaLimits, MediaPart, check_duration, check_pixels
 from tilewright.inputs.video import MAX_FILE_FRAMES, Video, VideoFile, check_rate, open_video
 from tilewright.types import MediaKind, RequestError, TransientError
 
@@ -23,13 +23,11 @@ from tilewright.types import MediaKind, RequestError, TransientError
 class Opener(Protocol):
     """Opens media: sizes at once, pixels and samples on demand."""
 
-    def open_picture(self, part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Picture: ...
+    def open_picture(self, part: MediaPart, limits: MediaLimits) -> Picture: ...
 
-    def open_video(self, part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Video: ...
+    def open_video(self, part: MediaPart, limits: MediaLimits) -> Video: ...
 
-    def open_audio(
-        self, part: MediaPart, limits: MediaLimits, sample_rate: int, fetch: Fetch | None = None
-    ) -> Sound: ...
+    def open_audio(self, part: MediaPart, limits: MediaLimits, sample_rate: int) -> Sound: ...
 
     def close(self) -> None: ...
 
@@ -37,14 +35,14 @@ class Opener(Protocol):
 class InProcessOpener:
     """Opens trusted media, which the calling thread decodes."""
 
-    def open_picture(self, part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Picture:
-        return open_picture(part, limits, fetch)
+    def open_picture(self, part: MediaPart, limits: MediaLimits) -> Picture:
+        return open_picture(part, limits)
 
-    def open_video(self, part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Video:
-        return open_video(part, limits, fetch)
+    def open_video(self, part: MediaPart, limits: MediaLimits) -> Video:
+        return open_video(part, limits)
 
-    def open_audio(self, part: MediaPart, limits: MediaLimits, sample_rate: int, fetch: Fetch | None = None) -> Sound:
-        return open_audio(part, limits, sample_rate, fetch)
+    def open_audio(self, part: MediaPart, limits: MediaLimits, sample_rate: int) -> Sound:
+        return open_audio(part, limits, sample_rate)
 
     def close(self) -> None:
         """Do nothing: this opener holds no resources."""
@@ -69,14 +67,14 @@ class IsolatedOpener:
     def __init__(self, *, memory_bytes: int = 2**31, max_items_per_process: int = 1000, num_kept: int = 2) -> None:
         self.pool = DecoderPool(memory_bytes, max_items_per_process, num_kept)
 
-    def open_picture(self, part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Picture:
-        return open_picture(part, limits, fetch, self._read_picture)
+    def open_picture(self, part: MediaPart, limits: MediaLimits) -> Picture:
+        return open_picture(part, limits, self._read_picture)
 
-    def open_video(self, part: MediaPart, limits: MediaLimits, fetch: Fetch | None = None) -> Video:
-        return open_video(part, limits, fetch, self._read_video, self._read_picture)
+    def open_video(self, part: MediaPart, limits: MediaLimits) -> Video:
+        return open_video(part, limits, self._read_video, self._read_picture)
 
-    def open_audio(self, part: MediaPart, limits: MediaLimits, sample_rate: int, fetch: Fetch | None = None) -> Sound:
-        return open_audio(part, limits, sample_rate, fetch, self._read_sound)
+    def open_audio(self, part: MediaPart, limits: MediaLimits, sample_rate: int) -> Sound:
+        return open_audio(part, limits, sample_rate, self._read_sound)
 
     def close(self) -> None:
         """End all processes, busy ones included."""

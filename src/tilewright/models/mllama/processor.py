@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewright.host.files import CheckpointError, read_optional_json
 from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.isolation.opener import Opener
-from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, content_key
+from tilewright.inputs.media import MediaLimits, MediaPart, content_key
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.inputs.messages import TextBudget
 from tilewright.inputs.precomputed import Precomputed
@@ -188,9 +188,9 @@ class MllamaProcessor(MediaProcessor):
         spans = [(Span(place, 1),) for place in places]
         return Placement(ids, positions, len(ids), list(zip(media, spans, strict=True)))
 
-    def _prepare(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
+    def _prepare(self, part: MediaPart) -> PreparedMedium:
         settings = self.settings
-        picture = self.opener.open_picture(part, self.limits, fetch)
+        picture = self.opener.open_picture(part, self.limits)
         fitted = fit(picture.height, picture.width, settings)
         num_tiles, side = fitted.tiling[0] * fitted.tiling[1], settings.patches_per_side
 

@@ -16,7 +16,7 @@ from tilewright.host.files import CheckpointError, read_optional_json
 from tilewright.inputs.audio import Sound
 from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.isolation.opener import Opener
-from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, check_duration, content_key
+from tilewright.inputs.media import MediaLimits, MediaPart, check_duration, content_key
 from tilewright.inputs.precomputed import Precomputed
 from tilewright.inputs.precomputed_values import ValueSizes
 from tilewright.inputs.precomputed_values import prepare as prepare_values
@@ -298,20 +298,20 @@ class OmniProcessor(Qwen3VlProcessor):
             positions_per_second=self.positions_per_second,
         )
 
-    def _prepare(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
+    def _prepare(self, part: MediaPart) -> PreparedMedium:
         if part.kind == "audio":
-            return self._prepare_sound(part, fetch)
-        medium = super()._prepare(part, fetch)
+            return self._prepare_sound(part)
+        medium = super()._prepare(part)
         if not part.with_sound:
             return medium
         if not isinstance(part.source, str | Path | bytes | bytearray | memoryview):
             raise RequestError(f"{part.name}: use_audio_in_video is asked for, expected a file: frames have no sound")
-        sound = self._prepare_sound(dataclasses.replace(part, kind="audio", with_sound=False), fetch)
+        sound = self._prepare_sound(dataclasses.replace(part, kind="audio", with_sound=False))
         return dataclasses.replace(medium, sound=sound.sound)
 
-    def _prepare_sound(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
+    def _prepare_sound(self, part: MediaPart) -> PreparedMedium:
         """Return the sound in pieces that are encoded separately; the rows belong to the pieces."""
-        sound, settings = self.opener.open_audio(part, self.limits, SAMPLE_RATE, fetch), self.sound
+        sound, settings = self.opener.open_audio(part, self.limits, SAMPLE_RATE), self.sound
         mel = _MelFrames(sound, settings.num_samples(sound), settings.num_mel_bins)
         chunk, key = settings.chunk_length(mel.num_frames), (mel.num_frames, settings)
         pieces = []

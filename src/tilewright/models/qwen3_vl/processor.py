@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.isolation.opener import Opener
-from tilewright.inputs.media import Fetch, MediaLimits, MediaPart, check_duration, content_key
+from tilewright.inputs.media import MediaLimits, MediaPart, check_duration, content_key
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.inputs.precomputed import Precomputed
 from tilewright.inputs.precomputed_values import ValueSizes
@@ -199,8 +199,8 @@ class Qwen3VlProcessor(MediaProcessor):
         """Place the media; a placeholder may already be expanded to as many tokens as its medium has features."""
         return place(ids, media, self.placeholders, self.image.merge_size, self.tokenizer.encode)
 
-    def _prepare(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
-        return self._prepare_picture(part, fetch) if part.kind == "image" else self._prepare_video(part, fetch)
+    def _prepare(self, part: MediaPart) -> PreparedMedium:
+        return self._prepare_picture(part) if part.kind == "image" else self._prepare_video(part)
 
     def _value_sizes(self, given: Precomputed, name: str) -> ValueSizes:
         self._check_given(given, name)
@@ -240,9 +240,9 @@ class Qwen3VlProcessor(MediaProcessor):
         if given.times_s:
             check_duration(given.times_s[-1], name, self.limits)
 
-    def _prepare_picture(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
+    def _prepare_picture(self, part: MediaPart) -> PreparedMedium:
         settings = self.image
-        picture = self.opener.open_picture(part, self.limits, fetch)
+        picture = self.opener.open_picture(part, self.limits)
         height, width = picture_size(picture.height, picture.width, settings, part.name)
         grid = (1, height // settings.patch_size, width // settings.patch_size)
 
@@ -259,9 +259,9 @@ class Qwen3VlProcessor(MediaProcessor):
             write=write,
         )
 
-    def _prepare_video(self, part: MediaPart, fetch: Fetch | None) -> PreparedMedium:
+    def _prepare_video(self, part: MediaPart) -> PreparedMedium:
         settings = self.video
-        video = self.opener.open_video(part, self.limits, fetch)
+        video = self.opener.open_video(part, self.limits)
         indices = self._frame_indices(video)
         if len(indices) > self.limits.max_frames:
             raise RequestError(

@@ -107,7 +107,7 @@ def model_tool_syntax(model: ModelInfo) -> ToolSyntax | None:
 
 # Names that the template gets from elsewhere, or that the processor uses itself.
 _RESERVED_ARGUMENTS = {
-    "messages", "tools", "fetch", "is_known", "budget", "add_generation_prompt", "continue_final_message", "self",
+    "messages", "tools", "is_known", "budget", "add_generation_prompt", "continue_final_message", "self",
     "use_audio_in_video",
     *SamplingParams.__dataclass_fields__,
 }  # fmt: skip
