@@ -176,7 +176,7 @@ def test_the_preview_fits_whatever_the_shape(size, shown):
     ("arguments", "words"),
     [
         (["--image", "nowhere.png"], "nowhere.png cannot be read: No such file"),
-        (["--image", __file__], "not a picture that can be read"),
+        (["--image", __file__], "not an image that can be read"),
         (["-m", "./nothing/here/now"], "does not exist"),
         (["-m", "TEXT"], "accepts text only"),
     ],

@@ -7,13 +7,13 @@ import torch
 from clips import damages, write_clip
 from sounds import read_wav, wav, write_sound
 
-from tilewright.inputs.audio import open_audio
+from tilewright.inputs.audio import open_sound
 from tilewright.inputs.media import MediaLimits, MediaPart
 from tilewright.types import RequestError
 
 
 def opened(source, rate=16000, **limits):
-    return open_audio(MediaPart("audio", "audio 1", source), MediaLimits(**limits), rate)
+    return open_sound(MediaPart("audio", "audio 1", source), MediaLimits(**limits), rate)
 
 
 def tone(num_samples, rate, hertz=440.0, channels=1):

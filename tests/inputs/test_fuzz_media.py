@@ -229,7 +229,7 @@ def decode(opener, kind, data, way=None):
     way = way or {"mp4": "video", "wav": "audio"}.get(kind, "image")
     part = MediaPart(way, f"{way} 1", data or b"\0")
     if way == "image":
-        picture = opener.open_picture(part, LIMITS)
+        picture = opener.open_image(part, LIMITS)
         assert picture.decode().shape == (picture.height, picture.width, 3)
     elif way == "video":
         video = opener.open_video(part, LIMITS)
@@ -237,7 +237,7 @@ def decode(opener, kind, data, way=None):
         for frame in video.frames(indices):
             assert frame.shape == (video.height, video.width, 3)
     else:
-        sound = opener.open_audio(part, LIMITS, 16000).decode()
+        sound = opener.open_sound(part, LIMITS, 16000).decode()
         assert sound.ndim == 1 and np.isfinite(sound).all()
 
 

@@ -17,7 +17,7 @@ from clips import bitmap_header, write_clip
 from PIL import Image
 from sounds import wav
 
-from tilewright.inputs.isolation.opener import InProcessOpener, IsolatedOpener, MediaFault
+from tilewright.inputs.isolation.opener import IsolatedOpener, MediaFault, Opener
 from tilewright.inputs.isolation.pool import DecoderProcess
 from tilewright.inputs.media import MediaLimits, MediaPart
 from tilewright.process import child, confine, frames
@@ -87,8 +87,8 @@ def turned():
 @pytest.mark.parametrize("name", PICTURES)
 def test_pictures_are_as_if_decoded_here(opener, name):
     data = PICTURES[name]()
-    here = InProcessOpener().open_picture(picture_part(data), MediaLimits())
-    there = opener.open_picture(picture_part(data), MediaLimits())
+    here = Opener().open_image(picture_part(data), MediaLimits())
+    there = opener.open_image(picture_part(data), MediaLimits())
     assert dataclasses.replace(there, decode=here.decode) == here
     pixels = there.decode()
     assert np.array_equal(pixels, here.decode()) and pixels.flags.writeable and pixels.flags.c_contiguous
@@ -102,7 +102,7 @@ def test_videos_are_as_if_decoded_here(opener, clip, tmp_path):
     gif = encode(noise(), "GIF", save_all=True, append_images=others, duration=100)
     for data in (even, uneven, gif):
         part = MediaPart("video", "video 1", data)
-        here, there = InProcessOpener().open_video(part, MediaLimits()), opener.open_video(part, MediaLimits())
+        here, there = Opener().open_video(part, MediaLimits()), opener.open_video(part, MediaLimits())
         assert dataclasses.replace(there, frames=here.frames) == here
         last = here.num_frames - 1
         for indices in ([0], [0, 1, last], list(range(last + 1)), [0, 0, last]):
@@ -112,17 +112,17 @@ def test_videos_are_as_if_decoded_here(opener, clip, tmp_path):
 
 def test_lists_of_pictures_are_decoded_there_too(opener):
     part = MediaPart("video", "video 1", [encode(noise()), encode(noise(), "BMP"), np.asarray(noise())], 2.0)
-    here, there = InProcessOpener().open_video(part, MediaLimits()), opener.open_video(part, MediaLimits())
+    here, there = Opener().open_video(part, MediaLimits()), opener.open_video(part, MediaLimits())
     assert there.digest == here.digest
     assert np.array_equal(np.stack(list(there.frames([0, 1, 2]))), np.stack(list(here.frames([0, 1, 2]))))
-    with pytest.raises(RequestError, match=r"^video 1, frame 2: not a picture"):
+    with pytest.raises(RequestError, match=r"^video 1, frame 2: not an image"):
         opener.open_video(MediaPart("video", "video 1", [encode(noise()), b"no picture"]), MediaLimits())
 
 
 def test_sounds_are_as_if_decoded_here(opener):
     part = MediaPart("audio", "audio 1", wav(np.sin(np.arange(12_000) / 7)[:, None], 12_000))
     for rate in (12_000, 16_000):
-        here, there = (each.open_audio(part, MediaLimits(), rate) for each in (InProcessOpener(), opener))
+        here, there = (each.open_sound(part, MediaLimits(), rate) for each in (Opener(), opener))
         assert dataclasses.replace(there, decode=here.decode) == here
         assert np.array_equal(there.decode(), here.decode())
 
@@ -130,7 +130,7 @@ def test_sounds_are_as_if_decoded_here(opener):
 @pytest.mark.parametrize(
     "data,limits,message",
     [
-        (b"no picture", {}, "image 3: not a picture that can be read, expected PNG, JPEG, WEBP, GIF, BMP"),
+        (b"no picture", {}, "image 3: not an image that can be read, expected PNG, JPEG, WEBP, GIF, BMP"),
         (encode(noise()), {"max_pixels": 4000}, "image 3: 80 x 60 = 4800 pixels, the limit is 4000 \\(--max-pixels\\)"),
         (encode(noise()), {"max_bytes": 50}, "image 3: .* bytes or more, the limit is 50 \\(--max-media-bytes\\)"),
         (b"", {}, "image 3: it is empty"),
@@ -142,9 +142,9 @@ def test_sounds_are_as_if_decoded_here(opener):
 )
 def test_errors_are_those_of_decoding_here(opener, data, limits, message):
     before = processes(opener)
-    for each in (opener, InProcessOpener()):
+    for each in (opener, Opener()):
         with pytest.raises(RequestError, match=f"^{message}") as caught:
-            each.open_picture(picture_part(data), MediaLimits(**limits)).decode()
+            each.open_image(picture_part(data), MediaLimits(**limits)).decode()
         assert not isinstance(caught.value, MediaFault)
     assert processes(opener) == before, "a refused file costs no process"
 
@@ -155,15 +155,15 @@ def test_the_only_limit_of_pixels_is_ours(opener):
     with pytest.raises(
         RequestError, match=r"20000 x 20000 = 400000000 pixels, the limit is 67108864 \(--max-pixels\)$"
     ):
-        opener.open_picture(picture_part(data), MediaLimits())
-    assert opener.open_picture(picture_part(data), MediaLimits(max_pixels=10**9)).width == 20_000
+        opener.open_image(picture_part(data), MediaLimits())
+    assert opener.open_image(picture_part(data), MediaLimits(max_pixels=10**9)).width == 20_000
 
 
 def test_nothing_is_decoded_until_it_is_asked_for(opener):
     """The header is read; the pixels behind it, which are broken, are not."""
     data = bytearray(encode(noise()))
     data[data.index(b"IDAT") + 30] ^= 255
-    picture = opener.open_picture(picture_part(bytes(data)), MediaLimits())
+    picture = opener.open_image(picture_part(bytes(data)), MediaLimits())
     assert (picture.height, picture.width) == (60, 80)
     with pytest.raises(RequestError, match="image 3: cannot be decoded"):
         picture.decode()
@@ -171,7 +171,7 @@ def test_nothing_is_decoded_until_it_is_asked_for(opener):
 
 def test_arrays_and_open_pictures_stay_here(opener):
     opener = IsolatedOpener()
-    assert opener.open_picture(picture_part(noise()), MediaLimits()).decode().shape == (60, 80, 3)
+    assert opener.open_image(picture_part(noise()), MediaLimits()).decode().shape == (60, 80, 3)
     assert (
         opener.open_video(MediaPart("video", "video 1", np.zeros((3, 8, 8, 3), np.uint8)), MediaLimits()).num_frames
         == 3
@@ -183,13 +183,13 @@ def test_a_process_is_kept_for_the_next_item():
     opener = IsolatedOpener(max_items_per_process=3)
     data, seen = encode(noise()), []
     for _ in range(7):
-        opener.open_picture(picture_part(data), MediaLimits()).decode()
+        opener.open_image(picture_part(data), MediaLimits()).decode()
         seen.append(processes(opener)[-1])
     assert len(set(seen)) == 3 and seen[0] == seen[1] and seen[2] != seen[1], "three items each, then another"
     opener.close()
     assert not any(is_running(pid) for pid in seen)
     with pytest.raises(RuntimeError, match="closed"):
-        opener.open_picture(picture_part(data), MediaLimits())
+        opener.open_image(picture_part(data), MediaLimits())
 
 
 BOOT_TAKEN_OVER = """
@@ -198,7 +198,7 @@ import ctypes, fcntl, os, resource, signal, socket, threading, time
 import tilewright.inputs.isolation.main as m
 from tilewright.process.child import main
 from tilewright.types import RequestError
-real = m.read_picture
+real = m.read_image
 def attack(data, name, limits):
     if not data.startswith(b"attack:"):
         return real(data, name, limits)
@@ -208,7 +208,7 @@ def attack(data, name, limits):
 def noting_slate(channel, slate, memory_bytes):
     globals()["slate"] = slate
     decode(channel, slate, memory_bytes)
-m.read_picture, m.main, decode = attack, noting_slate, m.main
+m.read_image, m.main, decode = attack, noting_slate, m.main
 main()
 """
 
@@ -240,12 +240,12 @@ def attack(code):
 )
 def test_what_brings_a_decoder_down_costs_the_request_alone(taken_over, code, message):
     good = picture_part(encode(noise()))
-    taken_over.open_picture(good, MediaLimits()).decode()
+    taken_over.open_image(good, MediaLimits()).decode()
     (before,) = processes(taken_over)
     with pytest.raises(MediaFault, match=f"^image 3: cannot be decoded: ({message})"):
-        taken_over.open_picture(attack(code), MediaLimits(max_decode_s=0.5))
+        taken_over.open_image(attack(code), MediaLimits(max_decode_s=0.5))
     assert not is_running(before)
-    assert taken_over.open_picture(good, MediaLimits()).decode().shape == (60, 80, 3)
+    assert taken_over.open_image(good, MediaLimits()).decode().shape == (60, 80, 3)
     assert before not in processes(taken_over)
 
 
@@ -267,13 +267,13 @@ def test_an_item_whose_decoder_is_killed_is_decoded_by_another(monkeypatch, clip
     """By the system that is short of memory, say: while it is opened, and while it is decoded."""
     opener, sound = IsolatedOpener(), wav(np.sin(np.arange(12_000) / 7)[:, None], 12_000)
     for part, open_one, read in [
-        (picture_part(encode(noise())), "open_picture", lambda picture: picture.decode()),
-        (MediaPart("audio", "audio 1", sound), "open_audio", lambda sound: sound.decode()),
+        (picture_part(encode(noise())), "open_image", lambda picture: picture.decode()),
+        (MediaPart("audio", "audio 1", sound), "open_sound", lambda sound: sound.decode()),
         (MediaPart("video", "video 1", clip), "open_video", lambda video: np.stack(list(video.frames([0, 7, 8, 30])))),
     ]:
-        more = (16_000,) if open_one == "open_audio" else ()
+        more = (16_000,) if open_one == "open_sound" else ()
         asks = ["open", "frame", "frame"] if open_one == "open_video" else ["open", "decode"]
-        expected = read(getattr(InProcessOpener(), open_one)(part, MediaLimits(), *more))
+        expected = read(getattr(Opener(), open_one)(part, MediaLimits(), *more))
         left = kill_when_asked(monkeypatch, asks[:2])
         assert np.array_equal(read(getattr(opener, open_one)(part, MediaLimits(), *more)), expected)
         assert not left
@@ -287,7 +287,7 @@ def test_an_item_whose_decoder_is_killed_is_decoded_by_another(monkeypatch, clip
 def test_a_decoder_that_is_stopped_is_no_fault_of_the_item(monkeypatch):
     opener = IsolatedOpener()
     kill_when_asked(monkeypatch, ["open"], signal.SIGSTOP)
-    assert opener.open_picture(picture_part(encode(noise())), MediaLimits(max_decode_s=1.0)).height == 60
+    assert opener.open_image(picture_part(encode(noise())), MediaLimits(max_decode_s=1.0)).height == 60
     opener.close()
 
 
@@ -325,7 +325,7 @@ def test_a_process_that_is_taken_over_can_reach_nothing(taken_over):
             "except (OSError, RuntimeError, ValueError): said = 'no'\nelse: said = 'done'\nraise RequestError(said)"
         )
         with pytest.raises(RequestError) as caught:
-            taken_over.open_picture(attack(f"try: {code}\n{outcome}"), MediaLimits())
+            taken_over.open_image(attack(f"try: {code}\n{outcome}"), MediaLimits())
         assert str(caught.value) == "image 3: no", code
 
 
@@ -346,7 +346,7 @@ def test_a_process_knows_nothing_of_ours(taken_over, monkeypatch):
     with open(os.devnull) as ours:
         os.set_inheritable(ours.fileno(), True)
         with pytest.raises(RequestError) as caught:
-            taken_over.open_picture(attack(code), MediaLimits())
+            taken_over.open_image(attack(code), MediaLimits())
     assert str(caught.value) == f"image 3: {(['LC_ALL', 'OPENBLAS_NUM_THREADS'], 5, [0, 0])!r}"
     (pid,) = processes(taken_over)
     assert os.getsid(pid) == pid
@@ -416,7 +416,7 @@ link.recv(1)
 def test_nonsense_from_a_process_harms_nothing(monkeypatch, name):
     opener = speaking(monkeypatch, NONSENSE[name])
     with pytest.raises(MediaFault, match=r"^image 3: cannot be decoded: "):
-        opener.open_picture(picture_part(encode(noise())), MediaLimits(max_decode_s=2.0))
+        opener.open_image(picture_part(encode(noise())), MediaLimits(max_decode_s=2.0))
     opener.close()
 
 
@@ -432,7 +432,7 @@ def test_nonsense_from_a_process_harms_nothing(monkeypatch, name):
 def test_sizes_are_checked_here_too(monkeypatch, described, message):
     opener = speaking(monkeypatch, reply(described))
     with pytest.raises(RequestError, match=message):
-        opener.open_picture(picture_part(encode(noise())), MediaLimits())
+        opener.open_image(picture_part(encode(noise())), MediaLimits())
     opener.close()
 
 
@@ -440,7 +440,7 @@ def test_sizes_are_checked_here_too(monkeypatch, described, message):
 def test_less_or_more_pixels_than_there_are(monkeypatch, decoded):
     opener = speaking(monkeypatch, reply({"height": 2, "width": 2}), reply(decoded))
     with pytest.raises(MediaFault):
-        opener.open_picture(picture_part(encode(noise())), MediaLimits()).decode()
+        opener.open_image(picture_part(encode(noise())), MediaLimits()).decode()
     opener.close()
 
 
@@ -476,7 +476,7 @@ for reply in {[reply({"missing": []}), reply({"height": 500, "width": 500}), rep
     monkeypatch.setattr(child, "BOOT", script)
     opener = IsolatedOpener()
     with pytest.raises(MediaFault, match="it cut the shared memory short"):
-        opener.open_picture(picture_part(encode(noise())), MediaLimits()).decode()
+        opener.open_image(picture_part(encode(noise())), MediaLimits()).decode()
     opener.close()
 
 
@@ -484,7 +484,7 @@ def test_a_process_that_cannot_be_started_leaves_nothing_open(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TransientError, match="no process that decodes media can be started"):
-        IsolatedOpener().open_picture(picture_part(encode(noise())), MediaLimits())
+        IsolatedOpener().open_image(picture_part(encode(noise())), MediaLimits())
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -492,7 +492,7 @@ def test_a_process_that_cannot_start_is_no_fault_of_the_request(monkeypatch):
     monkeypatch.setattr(child, "BOOT", "import sys; sys.exit(7)")
     opener = IsolatedOpener()
     with pytest.raises(TransientError, match=r"did not start: .* ended with status 7"):
-        opener.open_picture(picture_part(encode(noise())), MediaLimits())
+        opener.open_image(picture_part(encode(noise())), MediaLimits())
     opener.close()
 
 
@@ -513,7 +513,7 @@ def test_real_memory_limits():
     opener = IsolatedOpener(memory_bytes=2**25)
     data = encode(Image.new("RGB", (5000, 4000)))
     with pytest.raises(MediaFault, match="image 3: cannot be decoded: it needs more memory than decoding may use"):
-        opener.open_picture(picture_part(data), MediaLimits()).decode()
+        opener.open_image(picture_part(data), MediaLimits()).decode()
     opener.close()
 
 
@@ -525,13 +525,13 @@ def test_an_item_has_so_much_time_from_its_opening_on(taken_over):
             time.sleep(0.4)
             return m.np.zeros((2, 2, 3), m.np.uint8)
         time.sleep(0.4)
-        found = m.PictureFile(2, 2, decode)
+        found = m.OpenedImage("image 1", 2, 2, decode)
     """
-    taken_over.open_picture(picture_part(encode(noise())), MediaLimits())  # it has started
-    picture = taken_over.open_picture(attack(code), MediaLimits(max_decode_s=0.6))
+    taken_over.open_image(picture_part(encode(noise())), MediaLimits())  # it has started
+    picture = taken_over.open_image(attack(code), MediaLimits(max_decode_s=0.6))
     with pytest.raises(MediaFault, match=r"image 3: cannot be decoded: it took more than 0\.6 seconds"):
         picture.decode()
-    picture = taken_over.open_picture(attack(code), MediaLimits(max_decode_s=20))
+    picture = taken_over.open_image(attack(code), MediaLimits(max_decode_s=20))
     for _ in range(2):
         assert picture.decode().shape == (2, 2, 3)
 
@@ -552,7 +552,7 @@ def test_threads_do_not_wait_for_each_other(clip):
     def work():
         try:
             for _ in range(5):
-                assert np.array_equal(opener.open_picture(picture_part(data), MediaLimits()).decode(), expected)
+                assert np.array_equal(opener.open_image(picture_part(data), MediaLimits()).decode(), expected)
                 video = opener.open_video(MediaPart("video", "video 1", clip), MediaLimits())
                 assert len(list(video.frames([0, 20, 39]))) == 3
         except BaseException as error:
@@ -572,7 +572,7 @@ def test_closing_ends_what_is_under_way(taken_over):
 
     def work():
         try:
-            taken_over.open_picture(attack("time.sleep(100)"), MediaLimits())
+            taken_over.open_image(attack("time.sleep(100)"), MediaLimits())
         except RequestError as error:
             caught.append(str(error))
 
@@ -593,7 +593,7 @@ from tilewright.inputs.isolation.opener import IsolatedOpener
 from tilewright.inputs.media import MediaLimits, MediaPart
 opener, buffer = IsolatedOpener(), io.BytesIO()
 Image.new("RGB", (8, 8)).save(buffer, "PNG")
-opener.open_picture(MediaPart("image", "image 1", buffer.getvalue()), MediaLimits())
+opener.open_image(MediaPart("image", "image 1", buffer.getvalue()), MediaLimits())
 print(opener.pool._idle[0].pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -47,8 +47,8 @@ def test_what_harms_a_decoder_leaves_the_engine_at_work(folder, monkeypatch):
     attack = (
         "import sys; sys.path[:] = sys.argv[2:]; import ctypes; import tilewright.inputs.isolation.main as m; "
         "from tilewright.process.child import main; "
-        "real = m.read_picture; "
-        "m.read_picture = lambda data, *rest: ctypes.string_at(0) if data == b'attack' else real(data, *rest); main()"
+        "real = m.read_image; "
+        "m.read_image = lambda data, *rest: ctypes.string_at(0) if data == b'attack' else real(data, *rest); main()"
     )
     monkeypatch.setattr(child, "BOOT", attack)
     limits = MediaLimits(allow_paths=False, max_pixels=3000, max_items=2)

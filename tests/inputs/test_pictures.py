@@ -8,7 +8,7 @@ from clips import bitmap_header, damages
 from oracle import require
 from PIL import Image, ImageOps
 
-from tilewright.inputs.image import open_picture
+from tilewright.inputs.image import open_image
 from tilewright.inputs.media import MediaLimits, MediaPart
 from tilewright.types import RequestError
 
@@ -25,7 +25,7 @@ def encode(image: Image.Image, format: str, **options) -> bytes:
 
 
 def opened(source, **limits):
-    return open_picture(MediaPart("image", "image 2", source), MediaLimits(**limits))
+    return open_image(MediaPart("image", "image 2", source), MediaLimits(**limits))
 
 
 def decoded(source) -> np.ndarray:
@@ -162,7 +162,7 @@ def test_the_digest_is_of_content():
     "source,message",
     [
         (b"", "image 2: it is empty"),
-        (b"hello, this is no picture", "image 2: not a picture that can be read, expected PNG, JPEG, WEBP, GIF, BMP"),
+        (b"hello, this is no picture", "image 2: not an image that can be read, expected PNG, JPEG, WEBP, GIF, BMP"),
         ("no/such/file.png", "image 2: no/such/file.png cannot be read: No such file"),
         ("nul\0byte", "image 2: .* cannot be read"),
         (np.zeros((6, 5, 7), np.uint8), r"image 2: its shape is \[6, 5, 7\], expected 1, 3 or 4 channels"),

@@ -7,7 +7,7 @@ import torch
 from clips import all_frames, damages, moving_picture, rotated, write_clip
 from PIL import Image
 
-from tilewright.inputs.isolation.opener import InProcessOpener, IsolatedOpener
+from tilewright.inputs.isolation.opener import IsolatedOpener, Opener
 from tilewright.inputs.media import MediaLimits, MediaPart
 from tilewright.inputs.video import open_video
 from tilewright.types import RequestError
@@ -126,7 +126,7 @@ def animation(form, duration, num_frames=6, **options):
 @pytest.mark.parametrize("duration", [0, 50, 200])
 def test_animations_of_all_forms(form, duration, isolates):
     """A delay of 0 is taken as 0.1 s, as browsers take it."""
-    opener = IsolatedOpener() if isolates else InProcessOpener()
+    opener = IsolatedOpener() if isolates else Opener()
     try:
         video = opener.open_video(MediaPart("video", "video 1", animation(form, duration)), MediaLimits())
         assert (video.num_frames, video.height, video.width) == (6, 48, 64)
@@ -200,7 +200,7 @@ def test_truncated_files_are_named(name, share, tmp_path):
         (np.zeros((4, 4, 3), np.uint8), r"video 1: its shape is \[4, 4, 3\], expected \[frames, H, W, 3\]"),
         ([], "video 1: it has no frames"),
         ([np.zeros((8, 8, 3), np.uint8), np.zeros((8, 9, 3), np.uint8)], "frame 2: 9 x 8, the first frame is 8 x 8"),
-        (3.5, "video 1: it is a float, expected bytes, a path, an array of frames or a list of pictures"),
+        (3.5, "video 1: it is a float, expected bytes, a path, an array of frames or a list of images"),
     ],
     ids=lambda value: str(value)[:30],
 )  # fmt: skip

@@ -14,7 +14,7 @@ from oracle import require
 from PIL import Image
 
 from tilewright.host.files import CheckpointError
-from tilewright.inputs.video import Video
+from tilewright.inputs.video import OpenedVideo
 from tilewright.models.qwen3_omni.processor import OmniProcessor, frame_indices, frame_size, seconds_per_group
 
 AUDIO_TOKENS = {151669: "<|audio_start|>", 151670: "<|audio_end|>", 151671: "<tts_pad>", 151672: "<tts_text_bos>"}
@@ -160,7 +160,7 @@ def test_sampled_frames_are_those_of_transformers(processor, count, fps):
 def test_sizes_of_frames_are_those_of_transformers(processor, height, width, count):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    video = Video("video 1", count, 2.0, height, width, b"", lambda indices: iter(()))
+    video = OpenedVideo("video 1", count, 2.0, height, width, lambda indices: iter(()))
     share = int(128_000 * 32 * 32 * 0.9) * 2 // count
     most = max(min(768 * 32 * 32, share), int(128 * 32 * 32 * 1.05))
     # A frame has whole merged patches: ours rounds the bound to them.
@@ -171,7 +171,7 @@ def test_sizes_of_frames_are_those_of_transformers(processor, height, width, cou
 
 def test_time_of_groups(processor):
     """What a group stands for is told by the video's own length, also where fewer frames are sampled than asked for."""
-    video = Video("video 1", 90_000, 30.0, 96, 128, b"", lambda indices: iter(()))
+    video = OpenedVideo("video 1", 90_000, 30.0, 96, 128, lambda indices: iter(()))
     assert seconds_per_group(video, 768, processor.video) == pytest.approx(3000 / 384)
 
 

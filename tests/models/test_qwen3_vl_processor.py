@@ -353,7 +353,7 @@ def test_placeholders_in_the_text_of_a_message_are_text(processor):
         ([VIDEO, 1, VIDEO], [], [CLIP], "video 1: 1 placeholders from token 0 on, expected 6"),
         ([1, -5], [], [], "token id -5, expected 0 or more"),
         ([IMAGE], [np.zeros((2, 900, 3), np.uint8)], [], "image 1: 900 x 2 is an aspect ratio of 450, at most 200"),
-        ([IMAGE], [b"junk"], [], "image 1: not a picture"),
+        ([IMAGE], [b"junk"], [], "image 1: not an image"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

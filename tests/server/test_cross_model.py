@@ -79,7 +79,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
     [
         ([user(VIDEO, text("x"))], "video 1: the model accepts text and image"),
         ([user(SOUND, text("x"))], "audio 1: the model accepts text and image"),
-        ([user(TORN, text("x"))], "image 1: not a picture"),
+        ([user(TORN, text("x"))], "image 1: not an image"),
         ([SYSTEM, user(image(9, 9), text("x"))], "incompatible with system messages"),
         ([user(*(image(9, 9, seed) for seed in range(33)))], "image 33: the request has more than 32"),
         ([user(*(image(32, 32, seed) for seed in range(9)))], "9 images side by side are 612 encoder states"),

@@ -280,7 +280,7 @@ def test_edits_take_a_form_or_a_url(ready):
         ({"image": "file:///etc/hostname"}, "image", "file"),
         ({"image": "data:image/png;base64,!!!"}, "image", "base64"),
         ({"image": f"data:image/png;base64,{base64.b64encode(bomb()).decode()}"}, "image", "image 1"),
-        ({"image": "data:image/png;base64,AAAA"}, "image", "not a picture"),
+        ({"image": "data:image/png;base64,AAAA"}, "image", "not an image"),
         ({"image": ["data:,a", "data:,b"]}, "image", "expected one"),
         ({"images": [{"file_id": "x"}]}, "images", "image_url"),
         ({"image": "data:,a", "mask": "data:,b"}, "mask", "mask"),

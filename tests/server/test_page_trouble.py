@@ -293,7 +293,7 @@ def test_a_refused_file_does_not_end_the_conversation(vision_server, visits):
     until(page, "document.querySelectorAll('.tray .preview:not(.unread)').length === 2")
     send(page, "What is it?")
     wait_until_done(page)
-    assert answers(page).locator(".error").inner_text().startswith("“broken.png”: not a picture")
+    assert answers(page).locator(".error").inner_text().startswith("“broken.png”: not an image")
     send(page, "And now?")
     wait_until_done(page, 2)
     assert answers(page).nth(1).locator(".error").is_hidden() and unsent(page) == [True, False]

@@ -78,7 +78,7 @@ def test_a_video_begins_with_a_picture(serve):
     assert pixel[0] > 240 and max(pixel[1:]) < 20
     bad = client.videos.create(prompt="turn", input_reference=("red.png", b"no picture"))
     until(lambda: client.videos.retrieve(bad.id).status == "failed")
-    assert "not a picture" in client.videos.retrieve(bad.id).error.message
+    assert "not an image" in client.videos.retrieve(bad.id).error.message
     with pytest.raises(openai.BadRequestError, match="the video failed"):
         client.videos.download_content(bad.id)
 

@@ -209,7 +209,7 @@ class Worker:
         if self._opener is None:
             self._opener = IsolatedOpener(num_kept=1)
         try:
-            picture = self._opener.open_picture(MediaPart("image", "image 1", data), self._media_limits)
+            picture = self._opener.open_image(MediaPart("image", "image 1", data), self._media_limits)
             return Image.fromarray(picture.decode())
         except RequestError as error:
             error.param = error.param or "image"

@@ -30,7 +30,7 @@ from tilewright.engine.run.executor import Executor
 from tilewright.engine.sample.sampler import PromptReader
 from tilewright.engine.schedule.step import StepLimits
 from tilewright.engine.speech.voices import voice_aliases
-from tilewright.inputs.isolation.opener import InProcessOpener, IsolatedOpener, Opener
+from tilewright.inputs.isolation.opener import IsolatedOpener, Opener
 from tilewright.inputs.media import MediaLimits
 from tilewright.inputs.messages import TextBudget, TextLimits, has_media
 from tilewright.inputs.processor import MediaProcessor
@@ -122,7 +122,7 @@ class Engine:
         backend = self.platform.backend
         _require_supported(self.platform, tp=tp, quantize=quantize, kv_cache_dtype=kv_cache_dtype)
         self._kv_byte_dtype = kv_byte_dtype(kv_cache_dtype)
-        self._opener: Opener = IsolatedOpener() if isolate_media else InProcessOpener()
+        self._opener = IsolatedOpener() if isolate_media else Opener()
         self._cleanup = contextlib.ExitStack()  # run by `close`, or if starting fails
         self._cleanup.callback(self._opener.close)
         with self._cleaned_up_on_error(), ops_backend.use(backend, self.platform.place):

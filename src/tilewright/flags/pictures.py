@@ -198,7 +198,7 @@ def read_picture(file: str | Path, name: str) -> Image.Image:
     """Return the picture in a user's file, upright and over white as models see it; errors contain `name`."""
     from PIL import Image
 
-    from tilewright.inputs.image import read_picture as read
+    from tilewright.inputs.image import read_image as read
 
     limits = MediaLimits()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,48 +26,42 @@ _MAX_EXTRA_S = 1.0
 
 
 @dataclass(frozen=True)
-class SoundFile:
-    """The duration of an encoded sound, found without decoding, and a function that decodes its samples."""
+class OpenedSound:
+    """A sound of known duration. `decode` returns mono float32 [samples] in [-1, 1], `sample_rate` per second.
 
-    duration_s: float
-    decode: Callable[[], np.ndarray]
-
-
-# (encoded bytes, item's name for errors, limits, wanted sample rate) -> SoundFile
-ReadSound = Callable[[bytes, str, MediaLimits, int], SoundFile]
-
-
-@dataclass(frozen=True)
-class Sound:
-    """A sound of known duration. `decode` returns mono float32 [samples] in [-1, 1], `sample_rate` per second."""
+    `open_sound` makes it of a MediaPart; a processor makes a PreparedMedium of it.
+    """
 
     name: str
     duration_s: float
     sample_rate: int
-    digest: bytes  # of the file, or of the samples
     decode: Callable[[], np.ndarray]
+    digest: bytes = b""  # of the file, or of the samples; empty in a decoder process
 
 
-def read_sound(data: bytes, name: str, limits: MediaLimits, sample_rate: int) -> SoundFile:
-    """Return the sound in the bytes; its samples are decoded on demand, in this process."""
+# (encoded bytes, item's name for errors, limits, wanted sample rate) -> OpenedSound
+ReadSound = Callable[[bytes, str, MediaLimits, int], OpenedSound]
+
+
+def read_sound(data: bytes, name: str, limits: MediaLimits, sample_rate: int) -> OpenedSound:
+    """Return the sound in the bytes, without a digest; its samples are decoded on demand, in this process."""
     with _opened(data, name) as (container, stream):
         if stream.duration is not None and stream.time_base is not None:
             check_duration(float(stream.duration * stream.time_base), name, limits)
         duration_s = _duration(container, stream)
     check_duration(duration_s, name, limits)
-    return SoundFile(duration_s, lambda: _decode(data, name, duration_s, sample_rate))
+    return OpenedSound(name, duration_s, sample_rate, lambda: _decode(data, name, duration_s, sample_rate))
 
 
-def open_audio(part: MediaPart, limits: MediaLimits, sample_rate: int, read: ReadSound = read_sound) -> Sound:
+def open_sound(part: MediaPart, limits: MediaLimits, sample_rate: int, read: ReadSound = read_sound) -> OpenedSound:
     """Return the sound of a part: bytes, a file, an array of floats at the wanted rate, or (array, its rate).
 
     `read` reads encoded sounds.
     """
     source = read_source(part, limits)
     if isinstance(source, bytes):
-        file = read(source, part.name, limits, sample_rate)
         digest = hashlib.blake2b(source, digest_size=32).digest()
-        return Sound(part.name, file.duration_s, sample_rate, digest, file.decode)
+        return replace(read(source, part.name, limits, sample_rate), digest=digest)
     rate = sample_rate
     if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], int):
         source, rate = source
@@ -79,8 +73,8 @@ def open_audio(part: MediaPart, limits: MediaLimits, sample_rate: int, read: Rea
         digest = hashlib.blake2b(
             samples.data, digest_size=32, key=b"" if rate == sample_rate else b"%d" % rate
         ).digest()
-        return Sound(
-            part.name, duration_s, sample_rate, digest, lambda: _resampled(samples, rate, duration_s, sample_rate)
+        return OpenedSound(
+            part.name, duration_s, sample_rate, lambda: _resampled(samples, rate, duration_s, sample_rate), digest
         )
     expected = "bytes, a path, an array of samples or (array, samples a second)"
     raise RequestError(f"{part.name}: it is a {type(source).__name__}, expected {expected}")

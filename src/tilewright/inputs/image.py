@@ -1,4 +1,4 @@
-"""Reads pictures of any form as RGB: the size from the header, the pixels on demand.
+"""Reads images of any form as RGB: the size from the header, the pixels on demand.
 
 Frame durations of WebP, PNG and GIF without times are read from the file's chunks: FFmpeg takes those files for one
 frame.
@@ -10,7 +10,7 @@ import hashlib
 import io
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ _DEFAULT_DELAY_S = 0.1  # for frames without a duration, as in browsers
 
 
 def frame_delays_s(data: bytes) -> list[float] | None:
-    """Return the duration of each frame (one for a still picture); None for files that FFmpeg has to read."""
+    """Return the duration of each frame (one for a still image); None for files that FFmpeg has to read."""
     if data.startswith(_PNG):
         found = [_png_delay(body) for kind, body in _png_chunks(data) if kind == b"fcTL" and len(body) >= 26]
     elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
@@ -94,32 +94,24 @@ _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 
 
 @dataclass(frozen=True)
-class PictureFile:
-    """The size of an encoded picture (from its header, upright), and a function that decodes its pixels."""
+class OpenedImage:
+    """An image of known size, upright. `decode` returns [height, width, 3] uint8, or raises RequestError.
 
-    height: int
-    width: int
-    decode: Callable[[], np.ndarray]
-
-
-ReadPicture = Callable[
-    [bytes, str, MediaLimits], PictureFile
-]  # (encoded bytes, item's name for errors, limits) -> PictureFile
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A picture of known size, upright. `decode` returns [height, width, 3] uint8, or raises RequestError."""
+    `open_image` makes it of a MediaPart; a processor makes a PreparedMedium of it.
+    """
 
     name: str
     height: int
     width: int
-    digest: bytes  # of the file, or of the pixels and their shape
     decode: Callable[[], np.ndarray]
+    digest: bytes = b""  # of the file, or of the pixels and their shape; empty in a decoder process
 
 
-def read_picture(data: bytes, name: str, limits: MediaLimits) -> PictureFile:
-    """Return the picture in the bytes; its pixels are decoded on demand, in this process."""
+ReadImage = Callable[[bytes, str, MediaLimits], OpenedImage]  # (encoded bytes, item's name for errors, limits)
+
+
+def read_image(data: bytes, name: str, limits: MediaLimits) -> OpenedImage:
+    """Return the image in the bytes, without a digest; its pixels are decoded on demand, in this process."""
     image = _open(data, name, limits)
     check_pixels(image.height, image.width, name, limits)
     height, width = image.height, image.width
@@ -132,13 +124,13 @@ def read_picture(data: bytes, name: str, limits: MediaLimits) -> PictureFile:
             raise RequestError(f"{name}: decoded to {pixels.shape[1]} x {pixels.shape[0]}, its header says otherwise")
         return pixels
 
-    return PictureFile(height, width, decode)
+    return OpenedImage(name, height, width, decode)
 
 
 def animation_frames(data: bytes, name: str, indices: Sequence[int], limits: MediaLimits) -> Iterator[np.ndarray]:
-    """Yield the frames of an animated picture at ascending indices, [H, W, 3] uint8 each."""
+    """Yield the frames of an animated image at ascending indices, [H, W, 3] uint8 each."""
     image = _open(data, name, limits)
-    # A PNG may have a separate default picture for viewers without animations, which Pillow counts as a frame.
+    # A PNG may have a separate default image for viewers without animations, which Pillow counts as a frame.
     first = int(getattr(image, "default_image", False))
 
     def frame(index: int) -> np.ndarray:
@@ -149,15 +141,14 @@ def animation_frames(data: bytes, name: str, indices: Sequence[int], limits: Med
         yield _decode(partial(frame, index), name)
 
 
-def open_picture(part: MediaPart, limits: MediaLimits, read: ReadPicture = read_picture) -> Picture:
-    """Return the picture of a part: bytes, a file, a PIL image, an array or a tensor. `read` reads encoded ones."""
+def open_image(part: MediaPart, limits: MediaLimits, read: ReadImage = read_image) -> OpenedImage:
+    """Return the image of a part: bytes, a file, a PIL image, an array or a tensor. `read` reads encoded ones."""
     from PIL import Image
 
     source = read_source(part, limits)
     if isinstance(source, bytes):
-        file = read(source, part.name, limits)
         digest = hashlib.blake2b(source, digest_size=32).digest()
-        return Picture(part.name, file.height, file.width, digest, file.decode)
+        return replace(read(source, part.name, limits), digest=digest)
     if isinstance(source, Image.Image):
         check_pixels(source.height, source.width, part.name, limits)
         return _from_pixels(_decode(lambda: _to_rgb(source), part.name), part.name)
@@ -169,10 +160,10 @@ def open_picture(part: MediaPart, limits: MediaLimits, read: ReadPicture = read_
     raise RequestError(f"{part.name}: it is a {type(source).__name__}, expected {expected}")
 
 
-def _from_pixels(pixels: np.ndarray, name: str) -> Picture:
+def _from_pixels(pixels: np.ndarray, name: str) -> OpenedImage:
     digest = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=32)
     digest.update(np.ascontiguousarray(pixels).data)
-    return Picture(name, pixels.shape[0], pixels.shape[1], digest.digest(), lambda: pixels)
+    return OpenedImage(name, pixels.shape[0], pixels.shape[1], lambda: pixels, digest.digest())
 
 
 def _open(data: bytes, name: str, limits: MediaLimits) -> Image:
@@ -188,7 +179,7 @@ def _open(data: bytes, name: str, limits: MediaLimits) -> Image:
         )
         raise RequestError(f"{name}: more than {most} pixels, the limit is {limit}") from error
     except UnidentifiedImageError as error:
-        raise RequestError(f"{name}: not a picture that can be read, expected {', '.join(FORMATS)}") from error
+        raise RequestError(f"{name}: not an image that can be read, expected {', '.join(FORMATS)}") from error
     except Exception as error:
         raise _unreadable(name) from error
 
@@ -225,7 +216,7 @@ def _to_rgb(image: Image) -> np.ndarray:
     image.load()
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
-        # 16-bit greys. Pillow's conversion clips at 255, which gives a white picture.
+        # 16-bit greys. Pillow's conversion clips at 255, which gives a white image.
         levels = np.asarray(image).astype(np.int32)
         is_wide = image.mode != "I" or levels.max() > 255
         grey = np.clip(levels >> 8 if is_wide else levels, 0, 255).astype(np.uint8)

@@ -13,7 +13,7 @@ import numpy as np
 
 from tilewright.inputs.chat_ids import ChatEncoder
 from tilewright.inputs.chat_template import ChatTemplate
-from tilewright.inputs.isolation.opener import InProcessOpener, Opener
+from tilewright.inputs.isolation.opener import Opener
 from tilewright.inputs.media import MediaLimits, MediaPart
 from tilewright.inputs.media_buffer import Allocation, MediaBuffer, Write
 from tilewright.inputs.messages import TextBudget, media_of_prompt, normalize
@@ -147,7 +147,7 @@ class MediaProcessor(ABC):
         self.template = template
         self._encoder = None if template is None else ChatEncoder(template, tokenizer)
         self.limits = limits or MediaLimits()
-        self.opener = opener or InProcessOpener()
+        self.opener = opener or Opener()
         self.media_buffer = media_buffer
 
     def chat(

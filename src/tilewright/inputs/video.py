@@ -1,4 +1,4 @@
-"""Reads videos as frames: files, arrays and lists of pictures. Only the sampled frames are decoded.
+"""Reads videos as frames: files, arrays and lists of images. Only the sampled frames are decoded.
 
 A file is opened such that it cannot access other files or addresses.
 """
@@ -9,19 +9,19 @@ import hashlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tilewright.inputs.image import (
-    ReadPicture,
+    ReadImage,
     animation_frames,
     array_to_rgb,
     frame_delays_s,
-    open_picture,
-    read_picture,
+    open_image,
+    read_image,
 )
 from tilewright.inputs.media import UNREADABLE, MediaLimits, MediaPart, check_duration, check_pixels, read_source
 from tilewright.types import RequestError
@@ -65,22 +65,46 @@ Frames = Callable[[Sequence[int]], Iterator[np.ndarray]]  # ascending indices ->
 
 
 @dataclass(frozen=True)
-class VideoFile:
-    """Size, rate and frame count of an encoded video, and a function that decodes frames."""
+class SampledFrames:
+    """Indices and times of sampled frames."""
 
+    indices: tuple[int, ...]
+    times_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class OpenedVideo:
+    """A video of known size, rate and number of frames; `frames` decodes some of them on demand.
+
+    `open_video` makes it of a MediaPart; a processor makes a PreparedMedium of it.
+    """
+
+    name: str
     num_frames: int
     fps: float
     height: int
     width: int
     frames: Frames
-    times_s: tuple[float, ...] | None  # of every frame, if the rate varies
+    times_s: tuple[float, ...] | None = None  # of every frame, if the rate varies
+    digest: bytes = b""  # of the file, or of the pixels and their rate; empty in a decoder process
+
+    def sample(self, indices: Sequence[int]) -> SampledFrames:
+        """Return the frames nearest to the times of evenly spread indices."""
+        if self.times_s is None:
+            return SampledFrames(tuple(indices), tuple(index / self.fps for index in indices))
+        times = np.asarray(self.times_s)
+        last = max(self.num_frames - 1, 1)
+        wanted = times[0] + np.asarray(indices) / last * (times[-1] - times[0])
+        after = np.clip(np.searchsorted(times, wanted), 1, last) if self.num_frames > 1 else np.zeros(1, dtype=int)
+        nearest = np.where(wanted - times[after - 1] <= times[after] - wanted, after - 1, after)
+        return SampledFrames(tuple(nearest.tolist()), tuple((times[nearest] - times[0]).tolist()))
 
 
-ReadVideo = Callable[[bytes, str, MediaLimits], VideoFile]  # (bytes, item's name for errors, limits)
+ReadVideo = Callable[[bytes, str, MediaLimits], OpenedVideo]  # (encoded bytes, item's name for errors, limits)
 
 
-def read_video(data: bytes, name: str, limits: MediaLimits) -> VideoFile:
-    """Return the video in the bytes; its frames are decoded on demand, in this process."""
+def read_video(data: bytes, name: str, limits: MediaLimits) -> OpenedVideo:
+    """Return the video in the bytes, without a digest; its frames are decoded on demand, in this process."""
     if (delays_s := frame_delays_s(data)) is not None:
         return _read_animation(data, name, limits, delays_s)
     with _opened(data, name, limits) as (container, stream):
@@ -109,17 +133,17 @@ def read_video(data: bytes, name: str, limits: MediaLimits) -> VideoFile:
         with _opened(data, name, limits) as (container, stream):
             yield from _decode(container, stream, name, packets, [shown[index] for index in indices], (height, width))
 
-    return VideoFile(len(shown), fps, height, width, frames, times_s if _rate_varies(times_s, fps) else None)
+    return OpenedVideo(name, len(shown), fps, height, width, frames, times_s if _rate_varies(times_s, fps) else None)
 
 
-def _read_animation(data: bytes, name: str, limits: MediaLimits, delays_s: Sequence[float]) -> VideoFile:
+def _read_animation(data: bytes, name: str, limits: MediaLimits, delays_s: Sequence[float]) -> OpenedVideo:
     if len(delays_s) > MAX_FILE_FRAMES:
         raise RequestError(f"{name}: more than {MAX_FILE_FRAMES} frames, which is the limit of a file")
     duration_s = sum(delays_s)
     check_duration(duration_s, name, limits)
     fps = len(delays_s) / duration_s
     check_rate(fps, name)
-    first = read_picture(data, name, limits)
+    first = read_image(data, name, limits)
     times_s = tuple(accumulate(delays_s[:-1], initial=0.0))
 
     def frames(indices: Sequence[int]) -> Iterator[np.ndarray]:
@@ -131,7 +155,7 @@ def _read_animation(data: bytes, name: str, limits: MediaLimits, delays_s: Seque
             yield pixels
 
     varies = _rate_varies(times_s, fps)
-    return VideoFile(len(delays_s), fps, first.height, first.width, frames, times_s if varies else None)
+    return OpenedVideo(name, len(delays_s), fps, first.height, first.width, frames, times_s if varies else None)
 
 
 @dataclass(frozen=True)
@@ -267,65 +291,29 @@ def _upright(frame: Any, name: str, size: tuple[int, int]) -> np.ndarray:
     return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90) % 4))
 
 
-@dataclass(frozen=True)
-class SampledFrames:
-    """Indices and times of sampled frames."""
-
-    indices: tuple[int, ...]
-    times_s: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Video:
-    """A video of known size and frame count; frames are decoded on demand."""
-
-    name: str
-    num_frames: int
-    fps: float
-    height: int
-    width: int
-    digest: bytes
-    frames: Frames
-    times_s: tuple[float, ...] | None = None
-
-    def sample(self, indices: Sequence[int]) -> SampledFrames:
-        """Return the frames nearest to the times of evenly spread indices."""
-        if self.times_s is None:
-            return SampledFrames(tuple(indices), tuple(index / self.fps for index in indices))
-        times = np.asarray(self.times_s)
-        last = max(self.num_frames - 1, 1)
-        wanted = times[0] + np.asarray(indices) / last * (times[-1] - times[0])
-        after = np.clip(np.searchsorted(times, wanted), 1, last) if self.num_frames > 1 else np.zeros(1, dtype=int)
-        nearest = np.where(wanted - times[after - 1] <= times[after] - wanted, after - 1, after)
-        return SampledFrames(tuple(nearest.tolist()), tuple((times[nearest] - times[0]).tolist()))
-
-
 def open_video(
     part: MediaPart,
     limits: MediaLimits,
     read: ReadVideo = read_video,
-    read_frame: ReadPicture = read_picture,
-) -> Video:
-    """Return the video of a part: bytes, a file, an array [F, H, W, 3], or a list of pictures.
+    read_frame: ReadImage = read_image,
+) -> OpenedVideo:
+    """Return the video of a part: bytes, a file, an array [F, H, W, 3], or a list of images.
 
-    `read` reads encoded videos, `read_frame` encoded pictures of a list.
+    `read` reads encoded videos, `read_frame` encoded images of a list.
     """
     if isinstance(part.source, list | tuple):
-        return _from_pictures(part, limits, read_frame)
+        return _from_images(part, limits, read_frame)
     source = read_source(part, limits)
     if isinstance(source, bytes):
-        file = read(source, part.name, limits)
         digest = hashlib.blake2b(source, digest_size=32).digest()
-        return Video(
-            part.name, file.num_frames, file.fps, file.height, file.width, digest, file.frames, file.times_s
-        )  # fmt: skip
+        return replace(read(source, part.name, limits), digest=digest)
     if hasattr(source, "__array__"):
         return _from_array(source, part, limits)
-    expected = "bytes, a path, an array of frames or a list of pictures"
+    expected = "bytes, a path, an array of frames or a list of images"
     raise RequestError(f"{part.name}: it is a {type(source).__name__}, expected {expected}")
 
 
-def _from_array(source: Any, part: MediaPart, limits: MediaLimits) -> Video:
+def _from_array(source: Any, part: MediaPart, limits: MediaLimits) -> OpenedVideo:
     array = np.asarray(source.detach().cpu() if hasattr(source, "detach") else source)
     if array.ndim != 4 or 0 in array.shape:
         raise RequestError(f"{part.name}: its shape is {list(array.shape)}, expected [frames, H, W, 3]")
@@ -336,32 +324,38 @@ def _from_array(source: Any, part: MediaPart, limits: MediaLimits) -> Video:
     check_duration(num_frames / fps, part.name, limits)
     digest = hashlib.blake2b(repr((pixels.shape, fps)).encode(), digest_size=32)
     digest.update(pixels.data)
-    return Video(
-        part.name, num_frames, fps, height, width, digest.digest(), lambda indices: (pixels[index] for index in indices)
+    return OpenedVideo(
+        part.name,
+        num_frames,
+        fps,
+        height,
+        width,
+        lambda indices: (pixels[index] for index in indices),
+        digest=digest.digest(),
     )
 
 
-def _from_pictures(part: MediaPart, limits: MediaLimits, read_frame: ReadPicture) -> Video:
+def _from_images(part: MediaPart, limits: MediaLimits, read_frame: ReadImage) -> OpenedVideo:
     if not part.source:
         raise RequestError(f"{part.name}: it has no frames")
     fps = part.fps or DEFAULT_FPS
     check_duration(len(part.source) / fps, part.name, limits)
-    pictures = [
-        open_picture(MediaPart("image", f"{part.name}, frame {index + 1}", frame), limits, read_frame)
+    images = [
+        open_image(MediaPart("image", f"{part.name}, frame {index + 1}", frame), limits, read_frame)
         for index, frame in enumerate(part.source)
     ]
-    first = pictures[0]
-    for picture in pictures:
-        if (picture.height, picture.width) != (first.height, first.width):
-            size, expected = f"{picture.width} x {picture.height}", f"{first.width} x {first.height}"
-            raise RequestError(f"{picture.name}: {size}, the first frame is {expected}")
-    digest = hashlib.blake2b(b"".join(picture.digest for picture in pictures) + repr(fps).encode(), digest_size=32)
-    return Video(
+    first = images[0]
+    for image in images:
+        if (image.height, image.width) != (first.height, first.width):
+            size, expected = f"{image.width} x {image.height}", f"{first.width} x {first.height}"
+            raise RequestError(f"{image.name}: {size}, the first frame is {expected}")
+    digest = hashlib.blake2b(b"".join(image.digest for image in images) + repr(fps).encode(), digest_size=32)
+    return OpenedVideo(
         part.name,
-        len(pictures),
+        len(images),
         fps,
         first.height,
         first.width,
-        digest.digest(),
-        lambda indices: (pictures[index].decode() for index in indices),
+        lambda indices: (images[index].decode() for index in indices),
+        digest=digest.digest(),
     )

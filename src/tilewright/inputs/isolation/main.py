@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.inputs.audio import SoundFile, read_sound
-from tilewright.inputs.image import PictureFile, read_picture
+from tilewright.inputs.audio import OpenedSound, read_sound
+from tilewright.inputs.image import OpenedImage, read_image
 from tilewright.inputs.media import MediaLimits
-from tilewright.inputs.video import VideoFile, read_video
+from tilewright.inputs.video import OpenedVideo, read_video
 from tilewright.process.confine import confine, limit_cpu
 from tilewright.process.frames import Channel
 from tilewright.types import RequestError
@@ -65,7 +65,7 @@ class _Decoder:
     def __init__(self, channel: Channel, slate: int) -> None:
         self._channel = channel
         self._slate = slate
-        self._file: PictureFile | VideoFile | SoundFile | None = None
+        self._opened: OpenedImage | OpenedVideo | OpenedSound | None = None
         self._frames: Iterator[np.ndarray] = iter(())
         self._shared: mmap.mmap | None = None
 
@@ -86,13 +86,13 @@ class _Decoder:
                 case "open":
                     return self._open(message)
                 case "decode":
-                    assert isinstance(self._file, PictureFile | SoundFile)
-                    size_bytes = self._put(self._file.decode(), 0, message["size_bytes"])
-                    self._file = None
+                    assert isinstance(self._opened, OpenedImage | OpenedSound)
+                    size_bytes = self._put(self._opened.decode(), 0, message["size_bytes"])
+                    self._opened = None
                     return {"size_bytes": size_bytes}
                 case "frames":
-                    assert isinstance(self._file, VideoFile)
-                    self._frames = self._file.frames(np.frombuffer(message["indices"], dtype=np.int64).tolist())
+                    assert isinstance(self._opened, OpenedVideo)
+                    self._frames = self._opened.frames(np.frombuffer(message["indices"], dtype=np.int64).tolist())
                     return {}
                 case "frame":
                     size_bytes = self._put(next(self._frames), message["offset"], message["size_bytes"])
@@ -107,20 +107,20 @@ class _Decoder:
             return {"error": "fault", "message": f"{type(error).__name__}: {error}"[:1000]}
 
     def _open(self, message: dict[str, Any]) -> dict[str, Any]:
-        self._file, self._frames = None, iter(())
+        self._opened, self._frames = None, iter(())
         data = os.pread(self._slate, message["size_bytes"], 0)
         name, limits = message["name"], MediaLimits(**message["limits"])
         match message["kind"]:
             case "image":
-                self._file = read_picture(data, name, limits)
-                return {"height": self._file.height, "width": self._file.width}
+                self._opened = read_image(data, name, limits)
+                return {"height": self._opened.height, "width": self._opened.width}
             case "audio":
-                self._file = read_sound(data, name, limits, message["sample_rate"])
-                return {"duration_s": self._file.duration_s}
+                self._opened = read_sound(data, name, limits, message["sample_rate"])
+                return {"duration_s": self._opened.duration_s}
             case "video":
-                self._file = read_video(data, name, limits)
-                times = b"" if self._file.times_s is None else np.array(self._file.times_s).tobytes()
-                known = {key: getattr(self._file, key) for key in ("num_frames", "fps", "height", "width")}
+                self._opened = read_video(data, name, limits)
+                times = b"" if self._opened.times_s is None else np.array(self._opened.times_s).tobytes()
+                known = {key: getattr(self._opened, key) for key in ("num_frames", "fps", "height", "width")}
                 return {**known, "times": times}
             case kind:
                 raise ValueError(f"asked to open {kind!r}")

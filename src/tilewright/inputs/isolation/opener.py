@@ -8,44 +8,41 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from tilewright.inputs.audio import Sound, SoundFile, max_samples, open_audio
-from tilewright.inputs.image import Picture, PictureFile, open_picture
+from tilewright.inputs.audio import OpenedSound, max_samples, open_sound, read_sound
+from tilewright.inputs.image import OpenedImage, open_image, read_image
 from tilewright.inputs.isolation.pool import DecoderFailed, DecoderKilled, DecoderPool, DecoderProcess
 from tilewright.inputs.media import MediaLimits, MediaPart, check_duration, check_pixels
-from tilewright.inputs.video import MAX_FILE_FRAMES, Video, VideoFile, check_rate, open_video
+from tilewright.inputs.video import MAX_FILE_FRAMES, OpenedVideo, check_rate, open_video, read_video
 from tilewright.types import MediaKind, RequestError, TransientError
 
 
-class Opener(Protocol):
-    """Opens media: sizes at once, pixels and samples on demand."""
+class Opener:
+    """Opens media: sizes at once, pixels and samples on demand. The calling thread decodes: for trusted media."""
 
-    def open_picture(self, part: MediaPart, limits: MediaLimits) -> Picture: ...
+    def open_image(self, part: MediaPart, limits: MediaLimits) -> OpenedImage:
+        return open_image(part, limits, self._read_image)
 
-    def open_video(self, part: MediaPart, limits: MediaLimits) -> Video: ...
+    def open_video(self, part: MediaPart, limits: MediaLimits) -> OpenedVideo:
+        return open_video(part, limits, self._read_video, self._read_image)
 
-    def open_audio(self, part: MediaPart, limits: MediaLimits, sample_rate: int) -> Sound: ...
-
-    def close(self) -> None: ...
-
-
-class InProcessOpener:
-    """Opens trusted media, which the calling thread decodes."""
-
-    def open_picture(self, part: MediaPart, limits: MediaLimits) -> Picture:
-        return open_picture(part, limits)
-
-    def open_video(self, part: MediaPart, limits: MediaLimits) -> Video:
-        return open_video(part, limits)
-
-    def open_audio(self, part: MediaPart, limits: MediaLimits, sample_rate: int) -> Sound:
-        return open_audio(part, limits, sample_rate)
+    def open_sound(self, part: MediaPart, limits: MediaLimits, sample_rate: int) -> OpenedSound:
+        return open_sound(part, limits, sample_rate, self._read_sound)
 
     def close(self) -> None:
         """Do nothing: this opener holds no resources."""
+
+    def _read_image(self, data: bytes, name: str, limits: MediaLimits) -> OpenedImage:
+        return read_image(data, name, limits)
+
+    def _read_video(self, data: bytes, name: str, limits: MediaLimits) -> OpenedVideo:
+        return read_video(data, name, limits)
+
+    def _read_sound(self, data: bytes, name: str, limits: MediaLimits, sample_rate: int) -> OpenedSound:
+        return read_sound(data, name, limits, sample_rate)
 
 
 _log = logging.getLogger(__name__)
@@ -57,8 +54,8 @@ class MediaFault(RequestError):
     """An item whose decoder process crashed, timed out or exceeded its memory."""
 
 
-class IsolatedOpener:
-    """Opens media with the same results as `InProcessOpener`, but decodes encoded media in other processes.
+class IsolatedOpener(Opener):
+    """Opens media with the same results, but decodes encoded media in other processes: for untrusted media.
 
     A process may use `memory_bytes` beyond its memory at the start, and is replaced after `max_items_per_process`,
     which bounds leaks. Thread-safe; `num_kept` idle processes are kept, about as many as there are calling threads.
@@ -67,40 +64,33 @@ class IsolatedOpener:
     def __init__(self, *, memory_bytes: int = 2**31, max_items_per_process: int = 1000, num_kept: int = 2) -> None:
         self.pool = DecoderPool(memory_bytes, max_items_per_process, num_kept)
 
-    def open_picture(self, part: MediaPart, limits: MediaLimits) -> Picture:
-        return open_picture(part, limits, self._read_picture)
-
-    def open_video(self, part: MediaPart, limits: MediaLimits) -> Video:
-        return open_video(part, limits, self._read_video, self._read_picture)
-
-    def open_audio(self, part: MediaPart, limits: MediaLimits, sample_rate: int) -> Sound:
-        return open_audio(part, limits, sample_rate, self._read_sound)
-
     def close(self) -> None:
         """End all processes, busy ones included."""
         self.pool.close()
 
-    def _read_picture(self, data: bytes, name: str, limits: MediaLimits) -> PictureFile:
+    def _read_image(self, data: bytes, name: str, limits: MediaLimits) -> OpenedImage:
         item = _Item("image", data, name, limits)
-        height, width = self._with_session(item, _Session.picture_size)
+        height, width = self._with_session(item, _Session.image_size)
         check_pixels(height, width, name, limits)
 
         def decode() -> np.ndarray:
             pixels = self._with_session(item, lambda session: session.decode(height * width * 3, np.uint8))
             return pixels.reshape(height, width, 3)
 
-        return PictureFile(height, width, decode)
+        return OpenedImage(name, height, width, decode)
 
-    def _read_sound(self, data: bytes, name: str, limits: MediaLimits, sample_rate: int) -> SoundFile:
+    def _read_sound(self, data: bytes, name: str, limits: MediaLimits, sample_rate: int) -> OpenedSound:
         item = _Item("audio", data, name, limits, sample_rate)
         duration_s = self._with_session(item, _Session.duration)
         check_duration(duration_s, name, limits)
         most_bytes = 4 * max_samples(duration_s, sample_rate)
-        return SoundFile(
-            duration_s, lambda: self._with_session(item, lambda session: session.decode(most_bytes, np.float32))
-        )
 
-    def _read_video(self, data: bytes, name: str, limits: MediaLimits) -> VideoFile:
+        def decode() -> np.ndarray:
+            return self._with_session(item, lambda session: session.decode(most_bytes, np.float32))
+
+        return OpenedSound(name, duration_s, sample_rate, decode)
+
+    def _read_video(self, data: bytes, name: str, limits: MediaLimits) -> OpenedVideo:
         item = _Item("video", data, name, limits)
         (num_frames, fps, height, width), times_s = self._with_session(item, _Session.video_header)
         check_pixels(height, width, name, limits)
@@ -117,7 +107,7 @@ class IsolatedOpener:
                 _warn_of_second_try(item, error)
                 yield from self._frames(item, indices[num_done:], (height, width, 3))
 
-        return VideoFile(num_frames, fps, height, width, frames, times_s)
+        return OpenedVideo(name, num_frames, fps, height, width, frames, times_s)
 
     def _with_session(self, item: _Item, use: Callable[[_Session], Result]) -> Result:
         """Return the result of `use`; try a second process if the first was killed."""
@@ -164,8 +154,8 @@ class _Session:
         self._process = process
         self._item = item
 
-    def picture_size(self) -> tuple[int, int]:
-        """Open a picture and return (height, width)."""
+    def image_size(self) -> tuple[int, int]:
+        """Open an image and return (height, width)."""
         reply = self.open()
         return _whole(reply, "height"), _whole(reply, "width")
 

@@ -190,7 +190,7 @@ class MllamaProcessor(MediaProcessor):
 
     def _prepare(self, part: MediaPart) -> PreparedMedium:
         settings = self.settings
-        picture = self.opener.open_picture(part, self.limits)
+        picture = self.opener.open_image(part, self.limits)
         fitted = fit(picture.height, picture.width, settings)
         num_tiles, side = fitted.tiling[0] * fitted.tiling[1], settings.patches_per_side
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewright.host.files import CheckpointError, read_optional_json
-from tilewright.inputs.audio import Sound
+from tilewright.inputs.audio import OpenedSound
 from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.isolation.opener import Opener
 from tilewright.inputs.media import MediaLimits, MediaPart, check_duration, content_key
@@ -22,7 +22,7 @@ from tilewright.inputs.precomputed_values import ValueSizes
 from tilewright.inputs.precomputed_values import prepare as prepare_values
 from tilewright.inputs.processor import Placement, PreparedMedium
 from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.inputs.video import SampledFrames, Video
+from tilewright.inputs.video import OpenedVideo, SampledFrames
 from tilewright.models.qwen3_omni.config import AudioConfig, MediaTokens
 from tilewright.models.qwen3_vl.preprocessing import Preprocessing, picture_size
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
@@ -66,7 +66,7 @@ class SoundPreprocessing:
         frames = audio.frames_per_chunk
         return cls(audio.num_mel_bins, frames, frames * audio.chunks_per_window * _WINDOWS_PER_PIECE)
 
-    def num_samples(self, sound: Sound) -> int:
+    def num_samples(self, sound: OpenedSound) -> int:
         """Return how many samples are read: decoded sound is cut or padded to the length its file states."""
         num_samples = round(sound.duration_s * SAMPLE_RATE)
         if num_samples < MIN_SAMPLES:
@@ -100,7 +100,7 @@ def frame_indices(num_frames: int, fps: float, settings: Preprocessing) -> list[
     return [index * num_frames // count for index in range(count)]
 
 
-def frame_size(video: Video, num_sampled: int, settings: Preprocessing) -> tuple[int, int]:
+def frame_size(video: OpenedVideo, num_sampled: int, settings: Preprocessing) -> tuple[int, int]:
     """Return the height and width of each frame, within the budget of a frame, and of all frames."""
     share = _MAX_VIDEO_TOKENS * settings.temporal_patch_size // num_sampled
     most = max(min(_MAX_FRAME_TOKENS, share), int(_MIN_FRAME_TOKENS * 1.05))
@@ -109,7 +109,7 @@ def frame_size(video: Video, num_sampled: int, settings: Preprocessing) -> tuple
     return picture_size(video.height, video.width, bounded, video.name)
 
 
-def seconds_per_group(video: Video, num_sampled: int, settings: Preprocessing) -> float:
+def seconds_per_group(video: OpenedVideo, num_sampled: int, settings: Preprocessing) -> float:
     """Return how much of a video's time one group of its frames covers."""
     return video.num_frames / video.fps / num_sampled * settings.temporal_patch_size
 
@@ -311,7 +311,7 @@ class OmniProcessor(Qwen3VlProcessor):
 
     def _prepare_sound(self, part: MediaPart) -> PreparedMedium:
         """Return the sound in pieces that are encoded separately; the rows belong to the pieces."""
-        sound, settings = self.opener.open_audio(part, self.limits, SAMPLE_RATE), self.sound
+        sound, settings = self.opener.open_sound(part, self.limits, SAMPLE_RATE), self.sound
         mel = _MelFrames(sound, settings.num_samples(sound), settings.num_mel_bins)
         chunk, key = settings.chunk_length(mel.num_frames), (mel.num_frames, settings)
         pieces = []
@@ -373,13 +373,13 @@ class OmniProcessor(Qwen3VlProcessor):
             encoder_rows=ROWS_PER_FEATURE * num_features,
         )
 
-    def _frame_indices(self, video: Video) -> Sequence[int]:
+    def _frame_indices(self, video: OpenedVideo) -> Sequence[int]:
         return frame_indices(video.num_frames, video.fps, self.video)
 
-    def _frame_size(self, video: Video, num_sampled: int) -> tuple[int, int]:
+    def _frame_size(self, video: OpenedVideo, num_sampled: int) -> tuple[int, int]:
         return frame_size(video, num_sampled, self.video)
 
-    def _group_times(self, video: Video, sampled: SampledFrames) -> Sequence[float]:
+    def _group_times(self, video: OpenedVideo, sampled: SampledFrames) -> Sequence[float]:
         num_sampled, group = len(sampled.indices), self.video.temporal_patch_size
         seconds = seconds_per_group(video, num_sampled, self.video)
         return [index * seconds for index in range(-(-num_sampled // group))]
@@ -388,7 +388,7 @@ class OmniProcessor(Qwen3VlProcessor):
 class _MelFrames:
     """Mel frames of a sound, computed when its first piece is written, and kept until the last one is."""
 
-    def __init__(self, sound: Sound, num_samples: int, num_bins: int) -> None:
+    def __init__(self, sound: OpenedSound, num_samples: int, num_bins: int) -> None:
         self._sound, self._num_samples, self._num_bins = sound, num_samples, num_bins
         self.num_frames = num_samples // HOP
         self._frames: Tensor | None = None

@@ -20,7 +20,7 @@ from tilewright.inputs.precomputed import Precomputed
 from tilewright.inputs.precomputed_values import ValueSizes
 from tilewright.inputs.processor import MediaProcessor, Placement, PreparedMedium
 from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.inputs.video import SampledFrames, Video
+from tilewright.inputs.video import OpenedVideo, SampledFrames
 from tilewright.models.qwen3_vl.preprocessing import (
     Preprocessing,
     group_times,
@@ -242,7 +242,7 @@ class Qwen3VlProcessor(MediaProcessor):
 
     def _prepare_picture(self, part: MediaPart) -> PreparedMedium:
         settings = self.image
-        picture = self.opener.open_picture(part, self.limits)
+        picture = self.opener.open_image(part, self.limits)
         height, width = picture_size(picture.height, picture.width, settings, part.name)
         grid = (1, height // settings.patch_size, width // settings.patch_size)
 
@@ -290,16 +290,16 @@ class Qwen3VlProcessor(MediaProcessor):
             times_s=tuple(times_s),
         )
 
-    def _frame_indices(self, video: Video) -> Sequence[int]:
+    def _frame_indices(self, video: OpenedVideo) -> Sequence[int]:
         """Return the frames of a video that are read."""
         num_sampled = num_sampled_frames(video.num_frames, video.fps, self.video)
         return sample_indices(video.num_frames, num_sampled)
 
-    def _frame_size(self, video: Video, num_sampled: int) -> tuple[int, int]:
+    def _frame_size(self, video: OpenedVideo, num_sampled: int) -> tuple[int, int]:
         """Return the height and width that frames are resized to."""
         return video_size(num_sampled, video.height, video.width, self.video, video.name)
 
-    def _group_times(self, video: Video, sampled: SampledFrames) -> Sequence[float]:
+    def _group_times(self, video: OpenedVideo, sampled: SampledFrames) -> Sequence[float]:
         """Return when each group of frames is shown."""
         return group_times(sampled.times_s, self.video.temporal_patch_size)
 
