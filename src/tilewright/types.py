@@ -145,9 +145,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Medium:
-    """A medium within a prompt: plain data, no pixels. Its features replace its spans' tokens, in order.
+    """A medium in its places in a prompt and in the media buffer: plain data, no pixels.
 
-    In models with cross-attention features stay outside as states, which the tokens from its span on attend to.
+    A processor makes it of a PreparedMedium; the scheduler reads it, and an encoder a MediaItem of it. Its features
+    replace its spans' tokens, in order. In models with cross-attention they stay outside as states, which the tokens
+    from its span on attend to.
     """
 
     kind: MediaKind

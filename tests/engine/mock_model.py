@@ -149,9 +149,9 @@ class MockRunner:
         assert NOT_WRITTEN not in token_ids
         state = hashlib.blake2b(known.tobytes())
         features = {}
-        for run in sequence.features_in(chunk.start, chunk.stop):
-            for index in range(run.length):
-                features[run.start + index] = self._features(run.medium)[run.first_feature + index]
+        for span in sequence.feature_spans(chunk.start, chunk.stop):
+            for index in range(span.length):
+                features[span.start + index] = self._features(span.medium)[span.first_feature + index]
         positions = sequence.positions(chunk.start, chunk.stop)
         seen = {}
         for cross_span in sequence.cross_spans(chunk.start, chunk.stop):

@@ -8,7 +8,7 @@ import tiny
 import torch
 
 from tilewright.engine.schedule.sequence import Sequence
-from tilewright.layers.batch import Batch, MediaRun, StateBatch
+from tilewright.layers.batch import Batch, FeatureRun, StateBatch
 from tilewright.models.protocol import MediaBatch
 from tilewright.types import ModelInputs, SamplingParams
 
@@ -53,7 +53,7 @@ class Hands:
 
     def batch(self, chunks: list[tuple[Going, int]], logit_rows: torch.Tensor | None = None) -> Batch:
         """The next tokens of each sequence, so many of each."""
-        ids, positions, slots, media, writes = [], [], [], [], []
+        ids, positions, slots, feature_runs, writes = [], [], [], [], []
         num_before = 0
         for going, count in chunks:
             sequence, begin, end = going.sequence, going.num_done, going.num_done + count
@@ -63,11 +63,11 @@ class Hands:
             pages = torch.tensor(sequence.pages)
             slots.append(pages[places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE)
             writes += [-1] * (count - 1) + [going.slot]
-            for run in sequence.features_in(begin, end):
-                features = self._features(run.medium)[run.first_feature : run.first_feature + run.length]
-                first = num_before + run.start - begin
-                rows = torch.arange(first, first + run.length)
-                media.append(MediaRun(rows, *self.model.split_features(features)))
+            for span in sequence.feature_spans(begin, end):
+                features = self._features(span.medium)[span.first_feature : span.first_feature + span.length]
+                first = num_before + span.start - begin
+                rows = torch.arange(first, first + span.length)
+                feature_runs.append(FeatureRun(rows, *self.model.split_features(features)))
             num_before += count
         starts = torch.tensor([0, *(count for _, count in chunks)]).cumsum(0).int()
         table = torch.zeros(len(chunks), max(len(going.sequence.pages) for going, _ in chunks), dtype=torch.int32)
@@ -82,7 +82,7 @@ class Hands:
             block_table=table,
             kv_caches=self.kv_caches,
             logit_rows=logit_rows,
-            media=media,
+            feature_runs=feature_runs,
             states=StateBatch(
                 read_slots=torch.tensor([going.slot if going.num_done else -1 for going, _ in chunks]).int(),
                 write_slots=torch.tensor(writes).int(),

@@ -164,7 +164,11 @@ class Stranger:
         return features, ()
 
     def forward(self, batch):
-        sums = sum(run.embeddings_MD.sum() for run in batch.media) if batch.media else batch.token_ids_T.sum()
+        sums = (
+            sum(run.embeddings_MD.sum() for run in batch.feature_runs)
+            if batch.feature_runs
+            else batch.token_ids_T.sum()
+        )
         rows = len(batch.token_ids_T) if batch.logit_rows is None else len(batch.logit_rows)
         places = torch.arange(self.vocab_size, device=batch.token_ids_T.device)
         return torch.sin(sums * 7.0 + places).expand(rows, -1).contiguous()

@@ -35,10 +35,10 @@ def logits_of(runner, prompts, chunk_size=10**9, dtype=torch.float32):
             if sequence.num_uncomputed_tokens
         ]
         encode = [
-            run.medium
+            span.medium
             for chunk in chunks
-            for run in chunk.sequence.features_in(chunk.start, chunk.stop)
-            if not runner.features.has(run.medium.key)
+            for span in chunk.sequence.feature_spans(chunk.start, chunk.stop)
+            if not runner.features.has(span.medium.key)
         ]
         groups = {}
         for chunk in chunks:

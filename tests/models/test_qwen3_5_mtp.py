@@ -10,7 +10,7 @@ from hand_batches import Hands
 from test_mllama import load_folder, save_tensors
 from test_parity import relative, rms
 
-from tilewright.layers.batch import MediaRun
+from tilewright.layers.batch import FeatureRun
 from tilewright.models.qwen3_5.model import FAMILIES
 from tilewright.ops.plan import Arena, Plan
 from tilewright.types import UnsupportedConfig
@@ -93,14 +93,14 @@ def truth_of(hf, twin, prompt, last_id):
     return hf.lm_head(drafted), drafted
 
 
-def of_next_tokens(media, num_rows):
-    """The runs of media one row earlier, as far as they lie within the rows."""
+def of_next_tokens(feature_runs, num_rows):
+    """The runs of features one row earlier, as far as they lie within the rows."""
     runs = []
-    for run in media:
+    for run in feature_runs:
         rows = run.rows_M - 1
         inside = (rows >= 0) & (rows < num_rows)
         if inside.any():
-            runs.append(MediaRun(rows[inside], run.embeddings_MD[inside]))
+            runs.append(FeatureRun(rows[inside], run.embeddings_MD[inside]))
     return runs
 
 
@@ -120,7 +120,7 @@ def draft_all(model, prompt, last_id, size, dtype=torch.float32):
         begin, count = going.num_done, min(size, going.num_left)
         batch = hands.batch([(going, count)])
         _, hidden = model.forward_with_hidden(batch)
-        media = of_next_tokens(hands.batch([(going, going.num_left)]).media, count)
+        media = of_next_tokens(hands.batch([(going, going.num_left)]).feature_runs, count)
         parts.append(model.draft(following[begin : begin + count], hidden, batch, media))
         going.num_done += count
     return tuple(torch.cat(items) for items in zip(*parts, strict=True))

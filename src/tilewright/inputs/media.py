@@ -35,7 +35,7 @@ class MediaLimits:
 
 @dataclass(frozen=True)
 class MediaPart:
-    """A medium of a request that is not read yet."""
+    """A medium as a request gives it, not yet read: `normalize` finds it in messages, an Opener opens it."""
 
     kind: MediaKind
     name: str  # for errors: "image 2"

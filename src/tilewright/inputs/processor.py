@@ -21,7 +21,7 @@ from tilewright.inputs.precomputed import Precomputed
 from tilewright.inputs.precomputed_values import PreparedValues, ValueSizes
 from tilewright.inputs.precomputed_values import prepare as prepare_values
 from tilewright.inputs.tokenizer import Tokenizer
-from tilewright.types import MediaKind, Medium, Messages, ModelInputs, RequestError, Span
+from tilewright.types import MediaKind, Medium, Messages, ModelInputs, Region, RequestError, Span
 
 
 class TextProcessor:
@@ -100,7 +100,10 @@ IsKnown = Callable[[bytes], bool]
 
 @dataclass(frozen=True)
 class PreparedMedium:
-    """A medium of known size and key, which is not decoded yet and has no place in a prompt yet."""
+    """A medium that a model's processor has opened: its key and its sizes are known.
+
+    It has no place in the prompt yet, nor in the media buffer, and is not decoded. `placed` makes a Medium of it.
+    """
 
     name: str  # for errors: "image 2"
     kind: MediaKind
@@ -114,6 +117,20 @@ class PreparedMedium:
     num_states: int = 0
     tiling: tuple[int, int] = (1, 1)
     feature_width: int = 0  # of the request's features; 0: the encoder computes them
+
+    def placed(self, spans: tuple[Span, ...], region: Region) -> Medium:
+        """Return the medium in its places: tokens of the prompt, and rows of the media buffer."""
+        return Medium(
+            kind=self.kind,
+            key=self.key,
+            grid=self.grid,
+            spans=spans,
+            region=region,
+            encoder_rows=self.encoder_rows,
+            num_states=self.num_states,
+            tiling=self.tiling,
+            feature_width=self.feature_width,
+        )
 
 
 @dataclass(frozen=True)
@@ -224,18 +241,7 @@ class MediaProcessor(ABC):
             placement.positions,
             placement.next_position,
             tuple(
-                Medium(
-                    kind=medium.kind,
-                    key=medium.key,
-                    grid=medium.grid,
-                    spans=spans,
-                    region=region,
-                    encoder_rows=medium.encoder_rows,
-                    num_states=medium.num_states,
-                    tiling=medium.tiling,
-                    feature_width=medium.feature_width,
-                )
-                for (medium, spans), region in zip(placement.media, regions, strict=True)
+                medium.placed(spans, region) for (medium, spans), region in zip(placement.media, regions, strict=True)
             ),
             allocation,
         )

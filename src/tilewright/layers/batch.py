@@ -32,8 +32,11 @@ def starts_of(lengths: Iterable[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MediaRun:
-    """Encoder features that replace a run of token embeddings, and those added after the first layers."""
+class FeatureRun:
+    """Encoder features that take the place of a run of token embeddings, and those added after the first layers.
+
+    A ModelRunner makes it of a row of `feature_runs` (engine/run/inputs.py) and the features it has.
+    """
 
     rows_M: Tensor  # int64, which of the batch's tokens
     embeddings_MD: Tensor
@@ -119,7 +122,7 @@ class Batch:
     kv_caches: Sequence[KvCache]  # one per self-attention layer
     windows: Mapping[int, PageTable] = field(default_factory=dict)  # for layers with these windows; others: as above
     logit_rows: Tensor | None = None  # int64: tokens whose logits are wanted; None: all
-    media: Sequence[MediaRun] = ()
+    feature_runs: Sequence[FeatureRun] = ()
     cross: CrossBatch | None = None  # None: no token attends to encoder states
     states: StateBatch | None = None  # None: the model has no recurrent layers
     kept: KeptStates | None = None  # filled by the decoder; such a batch is not recorded

@@ -22,7 +22,7 @@ from tilewright.layers.attention import (
     HeadsConfig,
     KvLayer,
 )
-from tilewright.layers.batch import Batch, MediaRun, SequenceBatch
+from tilewright.layers.batch import Batch, FeatureRun, SequenceBatch
 from tilewright.layers.cost import Cost, DecoderCost, linear_cost
 from tilewright.layers.embedding import TokenEmbedding
 from tilewright.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
@@ -210,21 +210,21 @@ class Decoder:
         """Return the fp32 logits [R, V] of the rows the batch asks for."""
         return self.logits(self.hidden(batch, batch.logit_rows))
 
-    def embed(self, token_ids_T: Tensor, media: Sequence[MediaRun]) -> Tensor:
+    def embed(self, token_ids_T: Tensor, feature_runs: Sequence[FeatureRun]) -> Tensor:
         """Return the inputs of the first layer [T, D]: rows of the table, or features for media tokens."""
         x_TD = self.embed_tokens(token_ids_T)
-        for run in media:
+        for run in feature_runs:
             scatter_rows(x_TD, run.rows_M, run.embeddings_MD)
         return x_TD
 
     def hidden(self, batch: Batch, rows: Tensor | None = None) -> Tensor:
         """Return the normed output of the last layer, which the head reads: of the given rows [R, D], or all [T, D]."""
-        x_TD = self.embed(batch.token_ids_T, batch.media)
+        x_TD = self.embed(batch.token_ids_T, batch.feature_runs)
         ropes = self.ropes.tables(batch.positions_AT)
         for i, layer in enumerate(self.layers[:-1]):
             with scope():
                 layer(x_TD, batch, ropes[i])
-                for run in batch.media:
+                for run in batch.feature_runs:
                     if i < len(run.deepstack):
                         scatter_add_rows(x_TD, run.rows_M, run.deepstack[i])
             if batch.kept is not None and batch.kept.num_layers == i + 1:

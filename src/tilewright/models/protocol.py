@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.layers.attention import KvLayer
-from tilewright.layers.batch import Batch, MediaRun
+from tilewright.layers.batch import Batch, FeatureRun
 from tilewright.layers.cost import DecoderCost, PredictorCost
 from tilewright.ops import backend
 from tilewright.ops.attention import KvCache, bytes_per_token, elements_per_token
@@ -22,7 +22,7 @@ from tilewright.types import MediaKind, Medium, ModelInputs
 
 @dataclass(frozen=True)
 class MediaItem:
-    """One medium of a MediaBatch."""
+    """A medium as an encoder reads it: made of a Medium, and on every rank of a row of a step's `encoded`."""
 
     kind: MediaKind
     grid: tuple[int, int, int]
@@ -42,7 +42,7 @@ class MediaItem:
 
 @dataclass(frozen=True)
 class MediaBatch:
-    """Media to encode, and the buffer with their patches."""
+    """Media that a step encodes, and the buffer in which their patches lie."""
 
     buffer: Tensor  # [rows, width]: the patches of all requests
     items: tuple[MediaItem, ...]
@@ -152,7 +152,7 @@ class Predictor(Protocol):
         """Return the logits of the model's `forward`, and the hidden states of all tokens [T, D]."""
 
     def draft(
-        self, next_token_ids_T: Tensor, hidden_TD: Tensor, batch: Batch, next_media: Sequence[MediaRun] = ()
+        self, next_token_ids_T: Tensor, hidden_TD: Tensor, batch: Batch, next_feature_runs: Sequence[FeatureRun] = ()
     ) -> tuple[Tensor, Tensor]:
         """Return logits [R, V] of the second token after each logit row of the batch, and their hidden states [R, D].
 

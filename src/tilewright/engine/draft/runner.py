@@ -14,7 +14,7 @@ from tilewright.engine.run.inputs import StepHeader, StepInputs
 from tilewright.engine.run.replay import MAX_RECORDED_TOKENS, RecordedSteps
 from tilewright.engine.sample.sampler import greedy_parameters
 from tilewright.engine.schedule.step import StepLimits
-from tilewright.layers.batch import MediaRun
+from tilewright.layers.batch import FeatureRun
 from tilewright.models.protocol import Predictor
 from tilewright.ops import backend
 from tilewright.ops.attention import KvCache
@@ -55,20 +55,21 @@ class DraftRunner:
         self._recorded: RecordedSteps[tuple[Tensor, Tensor]] = RecordedSteps(arena)
 
     @torch.inference_mode()
-    def draft(self, hidden_TD: Tensor, next_media: Items[MediaRun]) -> list[list[int]]:
+    def draft(self, hidden_TD: Tensor, next_feature_runs: Items[FeatureRun]) -> list[list[int]]:
         """Return the drafts that each sequence of `inputs` asks for, each the likeliest token after the previous one.
 
         `hidden_TD` are the hidden states of a step. The first pass reads those of the kept tokens and writes their keys
-        and values, with `next_media` among the tokens that follow them. Each further pass takes the output of the
-        previous one as the hidden state of its draft; its keys and values are written again once the token is known.
+        and values, with `next_feature_runs` among the tokens that follow them. Each further pass takes the output of
+        the previous one as the hidden state of its draft; its keys and values are written again once the token is
+        known.
         """
         header, arrays = self.inputs.header, self.inputs.arrays
         wanted: list[int] = arrays["draft_counts"][: header.num_sequences].tolist()
         if not self._device.is_host:
-            return self._draft_there(hidden_TD, next_media, header, wanted)
+            return self._draft_there(hidden_TD, next_feature_runs, header, wanted)
         drafts: list[list[int]] = [[] for _ in wanted]
         self._select(hidden_TD, self._first_rows(header))
-        logits, source = self._run(self.inputs, header, next_media)
+        logits, source = self._run(self.inputs, header, next_feature_runs)
         asking = [index for index, count in enumerate(wanted) if count]
         while asking:
             greedy = (parameter[: len(asking)] for parameter in self._greedy)
@@ -85,7 +86,7 @@ class DraftRunner:
         return drafts
 
     def _draft_there(
-        self, hidden_TD: Tensor, next_media: Items[MediaRun], header: StepHeader, wanted: list[int]
+        self, hidden_TD: Tensor, next_feature_runs: Items[FeatureRun], header: StepHeader, wanted: list[int]
     ) -> list[list[int]]:
         """Return the drafts like `draft`, on a device: they stay there between passes and come back in one copy.
 
@@ -95,7 +96,7 @@ class DraftRunner:
         inputs.arrays["hidden_rows"][: len(sources)] = sources
         inputs.send()
         self._take(hidden_TD, inputs, len(sources))
-        logits, states = self._run(inputs, header, next_media)
+        logits, states = self._run(inputs, header, next_feature_runs)
         asking = [index for index, count in enumerate(wanted) if count]
         drawn: list[Tensor] = []
         askers: list[list[int]] = []
@@ -151,15 +152,17 @@ class DraftRunner:
         further["query_starts"][: count + 1] = np.arange(count + 1)
         further["kv_lengths"][:count] = places + 1
 
-    def _run(self, inputs: StepInputs, header: StepHeader, media: Items[MediaRun] = ()) -> tuple[Tensor, Tensor]:
+    def _run(
+        self, inputs: StepInputs, header: StepHeader, feature_runs: Items[FeatureRun] = ()
+    ) -> tuple[Tensor, Tensor]:
         """Return logits and hidden states of the logit rows."""
-        if not self.replay or media or header.num_tokens > MAX_RECORDED_TOKENS:
+        if not self.replay or feature_runs or header.num_tokens > MAX_RECORDED_TOKENS:
             with self._arena.use():
-                return self._pass(inputs, header, media)
+                return self._pass(inputs, header, feature_runs)
         # A recorded pass reads the buffers it was recorded with, so each has its own shape.
         shape = int(inputs is self.inputs), header.num_tokens, header.num_sequences, header.num_logit_rows
         return self._recorded.run(shape, lambda: self._pass(inputs, header, ()))
 
-    def _pass(self, inputs: StepInputs, header: StepHeader, media: Items[MediaRun]) -> tuple[Tensor, Tensor]:
+    def _pass(self, inputs: StepInputs, header: StepHeader, feature_runs: Items[FeatureRun]) -> tuple[Tensor, Tensor]:
         batch = inputs.batch(header, self.kv_caches, recorded=self.replay)
-        return self.predictor.draft(batch.token_ids_T, self._hidden[: header.num_tokens], batch, media)
+        return self.predictor.draft(batch.token_ids_T, self._hidden[: header.num_tokens], batch, feature_runs)

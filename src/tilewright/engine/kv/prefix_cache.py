@@ -87,9 +87,9 @@ class PrefixCache:
             state = blake2b(parent, digest_size=DIGEST_BYTES)
             state.update(array("q", sequence.token_ids[start:stop]).tobytes())
             state.update(sequence.positions(start, stop).tobytes())
-            for run in sequence.features_in(start, stop):
-                state.update(run.medium.key)
-                state.update(struct.pack("<qqq", run.start - start, run.first_feature, run.length))
+            for span in sequence.feature_spans(start, stop):
+                state.update(span.medium.key)
+                state.update(struct.pack("<qqq", span.start - start, span.first_feature, span.length))
             for cross_span in sequence.cross_spans(start, stop):
                 state.update(cross_span.group.key)
                 state.update(

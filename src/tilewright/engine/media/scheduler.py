@@ -7,7 +7,7 @@ from typing import Any
 
 from tilewright.engine.kv.cross import CrossCache, CrossGroup, group_key
 from tilewright.engine.media.encoder_cache import EncoderCache
-from tilewright.engine.schedule.sequence import FeatureRun, Sequence
+from tilewright.engine.schedule.sequence import FeatureSpan, Sequence
 from tilewright.engine.schedule.step import SequenceResource, Step, StepLimits
 from tilewright.types import Medium, RequestError
 
@@ -65,8 +65,8 @@ class MediaScheduler(SequenceResource):
 
     def prepare(self, step: Step, sequence: Sequence, start: int, stop: int) -> int:
         """Return where the chunk ends: at `stop`, or before the first medium or group that this step cannot prepare."""
-        needs: list[FeatureRun | CrossGroup] = [
-            *sequence.features_in(start, stop),
+        needs: list[FeatureSpan | CrossGroup] = [
+            *sequence.feature_spans(start, stop),
             *sequence.cross_groups_in(start, stop),
         ]
         for need in sorted(needs, key=lambda need: need.start):
@@ -86,8 +86,8 @@ class MediaScheduler(SequenceResource):
             self._unpin_groups(sequence)
 
     def _unpin_features(self, sequence: Sequence) -> None:
-        rest = sequence.features_in(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-        needed = {run.medium.key for run in rest}
+        rest = sequence.feature_spans(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        needed = {span.medium.key for span in rest}
         unfilled = [group for group in sequence.pinned_groups if not self.cross_cache.is_filled(group.key)]
         needed |= {medium.key for group in unfilled for medium in group.media}
         for key in sequence.pinned_keys:

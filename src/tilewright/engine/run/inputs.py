@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewright.engine.schedule.step import StepLimits
-from tilewright.layers.batch import Batch, CrossBatch, MediaRun, PageTable, StateBatch
+from tilewright.layers.batch import Batch, CrossBatch, FeatureRun, PageTable, StateBatch
 from tilewright.models.protocol import MediaItem
 from tilewright.ops import backend
 from tilewright.ops.attention import KvCache
@@ -49,50 +49,19 @@ class StepHeader(NamedTuple):
 
 
 _HEADER = struct.Struct(f"={len(StepHeader._fields)}q")  # ten times as fast as numpy for ten numbers
+NUM_ENCODED_COLUMNS = 11  # of a row of `encoded`
 
 
-class EncodedMedium(NamedTuple):
-    """A row of `encoded`: a medium to encode, whose patches lie in the media buffer."""
-
-    feature_id: int
-    kind: int  # index in MEDIA_KINDS
-    frames: int
-    rows: int
-    columns: int
-    tile_rows: int
-    tile_columns: int
-    first_row: int  # in the media buffer
-    num_rows: int
-    num_features: int
-    feature_width: int  # of features that came with the request; 0: the medium is to be encoded
-
-    @classmethod
-    def of(cls, feature_id: int, item: MediaItem) -> EncodedMedium:
-        kind = MEDIA_KINDS.index(item.kind)
-        sizes = item.first_row, item.num_rows, item.num_features, item.feature_width
-        return cls(feature_id, kind, *item.grid, *item.tiling, *sizes)
-
-    @property
-    def item(self) -> MediaItem:
-        grid, tiling = (self.frames, self.rows, self.columns), (self.tile_rows, self.tile_columns)
-        sizes = self.first_row, self.num_rows, self.num_features, self.feature_width
-        return MediaItem(MEDIA_KINDS[self.kind], grid, tiling, *sizes)
+def encoded_row(feature_id: int, item: MediaItem) -> tuple[int, ...]:
+    """Return a row of `encoded`: a medium to encode, and the id that its features get."""
+    sizes = item.first_row, item.num_rows, item.num_features, item.feature_width
+    return feature_id, MEDIA_KINDS.index(item.kind), *item.grid, *item.tiling, *sizes
 
 
-class FeatureRows(NamedTuple):
-    """A row of `feature_runs`: features that replace a run of the batch's tokens."""
-
-    feature_id: int
-    first_feature: int
-    first_row: int
-    length: int
-
-
-class CrossFill(NamedTuple):
-    """A row of `cross_fills`: features whose keys and values go to the next num_states of `cross_fill_slots`."""
-
-    feature_id: int
-    num_states: int
+def read_encoded_row(row: Items[int]) -> tuple[int, MediaItem]:
+    """Return what `encoded_row` made the row of."""
+    feature_id, kind, groups, rows, columns, tile_rows, tile_columns, *sizes = row
+    return feature_id, MediaItem(MEDIA_KINDS[kind], (groups, rows, columns), (tile_rows, tile_columns), *sizes)
 
 
 @dataclass(frozen=True)
@@ -168,10 +137,11 @@ class StepLayout:
             ("draft_first_rows", long, (max_sequences,)),
             ("draft_counts", long, (max_sequences,)),
             ("draft_positions", long, (max_sequences,)),
-            ("encoded", long, (max_media, len(EncodedMedium._fields))),
+            ("encoded", long, (max_media, NUM_ENCODED_COLUMNS)),
             ("dropped_ids", long, (max_media,)),
-            ("feature_runs", long, (max_tokens, len(FeatureRows._fields))),
-            ("cross_fills", long, (max_states, len(CrossFill._fields))),
+            ("feature_runs", long, (max_tokens, 4)),  # feature id, first feature, first row of the batch, length
+            # Feature ids and numbers of states, whose keys and values go to the next slots of `cross_fill_slots`.
+            ("cross_fills", long, (max_states, 2)),
         ):
             self.places[name] = ArrayPlace(self.size_bytes, dtype, shape)
             size_bytes = math.prod(shape) * dtype.itemsize
@@ -258,7 +228,7 @@ class StepInputs:
         self,
         header: StepHeader,
         kv_caches: Items[KvCache],
-        media: Items[MediaRun] = (),
+        feature_runs: Items[FeatureRun] = (),
         cross: CrossBatch | None = None,
         states: StateBatch | None = None,
         *,
@@ -282,7 +252,7 @@ class StepInputs:
                 for window in self.layout.window_pages
             },
             logit_rows=self.logit_rows(header),
-            media=media,
+            feature_runs=feature_runs,
             cross=cross,
             states=states,
         )

@@ -18,10 +18,10 @@ from tilewright.engine.draft.runner import DraftRunner
 from tilewright.engine.kv.pages import PAGE_SIZE, kv_byte_dtype
 from tilewright.engine.kv.state import StateMemory
 from tilewright.engine.media.transfer import MediaTransfer
-from tilewright.engine.run.inputs import EncodedMedium, FeatureRows, StepHeader, StepInputs, StepLayout
+from tilewright.engine.run.inputs import StepHeader, StepInputs, StepLayout, read_encoded_row
 from tilewright.engine.run.replay import MAX_RECORDED_TOKENS, CapturedSteps, RecordedSteps
 from tilewright.engine.schedule.step import StepLimits
-from tilewright.layers.batch import Batch, KeptStates, MediaRun
+from tilewright.layers.batch import Batch, FeatureRun, KeptStates
 from tilewright.models.protocol import MediaBatch, MediaItem, Model, Predictor
 from tilewright.ops import backend
 from tilewright.ops.attention import KvCache
@@ -235,24 +235,23 @@ class ModelRunner:
     def draft(self) -> list[list[int]]:
         """Return the predictor's drafts after the last step, for each sequence in `draft_inputs`."""
         assert self._drafts is not None and self._hidden is not None, "the last step kept no hidden states"
-        drafts = self._drafts.draft(self._hidden, self._media_runs(self._drafts.inputs))
+        drafts = self._drafts.draft(self._hidden, self._feature_runs(self._drafts.inputs))
         self._hidden = None  # the drafts use this memory from now on
         return drafts
 
     def _encode(self, count: int) -> None:
         """Store the features of media under their ids: from one pass of the encoder, or as sent with the request."""
         assert self._media is not None, "a model that takes media has a buffer for them"
-        media = [EncodedMedium(*row) for row in self.inputs.arrays["encoded"][:count].tolist()]
+        media = [read_encoded_row(row) for row in self.inputs.arrays["encoded"][:count].tolist()]
         is_captured = self.replay and not self._is_host
         limit = MAX_CAPTURED_MEDIA_ROWS if is_captured else 0
-        items = [medium.item for medium in media]
-        batch = self._media.send(items, ahead=self.media_are_ahead, max_kept_rows=limit)
+        batch = self._media.send([item for _, item in media], ahead=self.media_are_ahead, max_kept_rows=limit)
         to_encode: dict[int, MediaItem] = {}  # by the ids of their features
-        for medium, item in zip(media, batch.items, strict=True):
+        for (feature_id, _), item in zip(media, batch.items, strict=True):
             if item.feature_width:
-                self.features[medium.feature_id] = batch.features(item)
+                self.features[feature_id] = batch.features(item)
             else:
-                to_encode[medium.feature_id] = item
+                to_encode[feature_id] = item
         if not to_encode:
             return
         unseen = MediaBatch(batch.buffer, tuple(to_encode.values()))
@@ -274,10 +273,10 @@ class ModelRunner:
 
     def _batch(self, header: StepHeader, is_recorded: bool) -> Batch:
         inputs = self.inputs
-        media = self._media_runs(inputs)
+        feature_runs = self._feature_runs(inputs)
         states = None if self.states is None else self.states.batch(inputs, header)
         cross = inputs.cross_batch(header, self.cross_caches, recorded=is_recorded)
-        batch = inputs.batch(header, self.kv_caches, media, cross, states, recorded=is_recorded)
+        batch = inputs.batch(header, self.kv_caches, feature_runs, cross, states, recorded=is_recorded)
         return batch if self.kept is None else replace(batch, kept=self.kept)
 
     def _fill(self, num_fills: int) -> None:
@@ -289,15 +288,13 @@ class ModelRunner:
                 self.model.store_cross_states(self.features[feature_id], places, self.cross_caches)
                 first += num_states
 
-    def _media_runs(self, inputs: StepInputs) -> list[MediaRun]:
+    def _feature_runs(self, inputs: StepInputs) -> list[FeatureRun]:
         """Return the features that replace tokens, as views of the encoder's output."""
-        runs = [FeatureRows(*row) for row in inputs.arrays["feature_runs"][: inputs.header.num_feature_runs].tolist()]
+        rows = inputs.arrays["feature_runs"][: inputs.header.num_feature_runs].tolist()
         return [
-            MediaRun(
-                torch.arange(run.first_row, run.first_row + run.length, device=self.device.torch_device),
-                *self.model.split_features(
-                    self.features[run.feature_id][run.first_feature : run.first_feature + run.length]
-                ),
+            FeatureRun(
+                torch.arange(first_row, first_row + length, device=self.device.torch_device),
+                *self.model.split_features(self.features[feature_id][first_feature : first_feature + length]),
             )
-            for run in runs
+            for feature_id, first_feature, first_row, length in rows
         ]

@@ -9,15 +9,7 @@ import numpy as np
 
 from tilewright.engine.kv.cross import CrossCache, CrossGroup
 from tilewright.engine.media.encoder_cache import EncoderCache
-from tilewright.engine.run.inputs import (
-    CrossFill,
-    EncodedMedium,
-    FeatureRows,
-    StepHeader,
-    StepInputs,
-    slots_name,
-    table_name,
-)
+from tilewright.engine.run.inputs import StepHeader, StepInputs, encoded_row, slots_name, table_name
 from tilewright.engine.schedule.sequence import NO_SLOT
 from tilewright.engine.schedule.step import Chunk, DraftInput, Step, last_rows
 from tilewright.models.protocol import MediaItem
@@ -147,8 +139,8 @@ class StepWriter:
         return len(ids)
 
     def _write_encoded(self, media: Items[Medium]) -> int:
-        records = [EncodedMedium.of(self.features.id_of(medium.key), MediaItem.of(medium)) for medium in media]
-        self._arrays["encoded"][: len(media)] = records
+        rows = [encoded_row(self.features.id_of(medium.key), MediaItem.of(medium)) for medium in media]
+        self._arrays["encoded"][: len(media)] = rows
         return len(media)
 
     def _write_states(self, chunks: Items[Chunk]) -> None:
@@ -184,9 +176,7 @@ class StepWriter:
 
     def _write_fills(self, groups: Items[CrossGroup]) -> int:
         """Write the media whose keys and values for cross-attention are to be computed; return their number."""
-        fills = [
-            CrossFill(self.features.id_of(medium.key), medium.num_states) for group in groups for medium in group.media
-        ]
+        fills = [(self.features.id_of(medium.key), medium.num_states) for group in groups for medium in group.media]
         slots = [self.cross_cache.slots(group.key, group.num_states) for group in groups]
         self._arrays["cross_fills"][: len(fills)] = fills
         self._arrays["cross_fill_slots"][: sum(map(len, slots))] = np.concatenate(slots)
@@ -217,20 +207,22 @@ class DraftWriter:
         self.inputs.write_header(StepHeader(num_tokens, count, len(rows), len(runs)))
 
 
-def feature_runs(features: EncoderCache, chunks: Items[Chunk | DraftInput], *, ahead: int = 0) -> list[FeatureRows]:
-    """Return the features that replace tokens of the chunks.
+def feature_runs(
+    features: EncoderCache, chunks: Items[Chunk | DraftInput], *, ahead: int = 0
+) -> list[tuple[int, int, int, int]]:
+    """Return the rows of `feature_runs`: features that replace tokens of the chunks.
 
     With `ahead` 1, those of the tokens that follow each of them. The last of these may belong to a medium that no step
     has asked for yet: the predictor then reads its placeholder.
     """
-    runs: list[FeatureRows] = []
+    runs: list[tuple[int, int, int, int]] = []
     if not any(chunk.sequence.inputs.media for chunk in chunks):
         return runs
     begin = 0
     for chunk in chunks:
-        for run in chunk.sequence.features_in(chunk.start + ahead, chunk.stop + ahead):
-            if not ahead or features.has(run.medium.key):
-                first_row = begin + run.start - ahead - chunk.start
-                runs.append(FeatureRows(features.id_of(run.medium.key), run.first_feature, first_row, run.length))
+        for span in chunk.sequence.feature_spans(chunk.start + ahead, chunk.stop + ahead):
+            if not ahead or features.has(span.medium.key):
+                first_row = begin + span.start - ahead - chunk.start
+                runs.append((features.id_of(span.medium.key), span.first_feature, first_row, span.length))
         begin += chunk.num_tokens
     return runs

@@ -29,8 +29,11 @@ class Status(enum.Enum):
 
 
 @dataclass(frozen=True)
-class FeatureRun:
-    """Features first_feature .. first_feature + length of a medium, which replace the tokens from `start` on."""
+class FeatureSpan:
+    """Tokens start .. start + length of a sequence, and the first of a medium's features that take their place.
+
+    Made of the spans of a Medium; a StepWriter makes a row of `feature_runs` of what a chunk has of it.
+    """
 
     medium: Medium
     first_feature: int
@@ -118,8 +121,10 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[TokenLogprob] = []  # of the output
         self._prompt_logprobs: list[TokenLogprob | None] = [None]
-        self._feature_runs: list[FeatureRun] = _feature_runs(inputs.media) if leader is None else leader._feature_runs
-        self._run_stops = [run.stop for run in self._feature_runs]
+        self._feature_spans: list[FeatureSpan] = (
+            _feature_spans(inputs.media) if leader is None else leader._feature_spans
+        )
+        self._span_stops = [span.stop for span in self._feature_spans]
 
         self.submitted_s = time.perf_counter() if submitted_s is None else submitted_s
         self.started_s: float | None = None
@@ -232,16 +237,16 @@ class Sequence:
             if medium.spans and medium.spans[-1].start + medium.spans[-1].length > self.num_computed_tokens
         ]
 
-    def features_in(self, start: int, stop: int) -> list[FeatureRun]:
+    def feature_spans(self, start: int, stop: int) -> list[FeatureSpan]:
         """Return the features that replace tokens start .. stop, cut to that range, in order."""
-        runs: list[FeatureRun] = []
-        for index in range(bisect.bisect_right(self._run_stops, start), len(self._feature_runs)):
-            run = self._feature_runs[index]
-            if run.start >= stop:
+        found: list[FeatureSpan] = []
+        for index in range(bisect.bisect_right(self._span_stops, start), len(self._feature_spans)):
+            span = self._feature_spans[index]
+            if span.start >= stop:
                 break
-            first, last = max(run.start, start), min(run.stop, stop)
-            runs.append(FeatureRun(run.medium, run.first_feature + first - run.start, first, last - first))
-        return runs
+            first, last = max(span.start, start), min(span.stop, stop)
+            found.append(FeatureSpan(span.medium, span.first_feature + first - span.start, first, last - first))
+        return found
 
     def cross_groups_in(self, start: int, stop: int) -> list[CrossGroup]:
         """Return the groups that some of tokens start .. stop see, in order."""
@@ -260,13 +265,13 @@ class Sequence:
         return Timings(queued - self.submitted_s, first_token - self.submitted_s, now - self.submitted_s)
 
 
-def _feature_runs(media: tuple[Medium, ...]) -> list[FeatureRun]:
-    runs = []
+def _feature_spans(media: tuple[Medium, ...]) -> list[FeatureSpan]:
+    found = []
     for medium in media:
         if medium.num_states:
             continue
         first_feature = 0
         for span in medium.spans:
-            runs.append(FeatureRun(medium, first_feature, span.start, span.length))
+            found.append(FeatureSpan(medium, first_feature, span.start, span.length))
             first_feature += span.length
-    return sorted(runs, key=lambda run: run.start)
+    return sorted(found, key=lambda span: span.start)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tilewright.layers.attention import AttentionConfig
-from tilewright.layers.batch import Batch, MediaRun
+from tilewright.layers.batch import Batch, FeatureRun
 from tilewright.layers.cost import PredictorCost, linear_cost
 from tilewright.layers.decoder import Decoder, DecoderConfig, DecoderLayer, LayerSpec, hidden_norm, kv_layers_of
 from tilewright.layers.gated_delta import GatedDeltaConfig, own_config
@@ -56,19 +56,19 @@ class MultiTokenPredictor:
         next_token_ids_T: Tensor,
         hidden_TD: Tensor,
         batch: Batch,
-        next_media: Sequence[MediaRun] = (),
+        next_feature_runs: Sequence[FeatureRun] = (),
     ) -> Tensor:
         """Return the head's inputs for the second token after each logit row [R, D]; all rows store keys and values.
 
-        `batch` has the rows' places; its ids and media are not read. `next_media` are the runs of rows whose next token
-        is a medium's.
+        `batch` has the rows' places; its ids and features are not read. `next_feature_runs` are of the rows whose
+        next token is a medium's.
         """
         width, rows = self.attention.width, batch.logit_rows
         out = empty((len(hidden_TD if rows is None else rows), width), hidden_TD.dtype)
         with scope():
             x_TD = empty((len(hidden_TD), width), hidden_TD.dtype)
             both = empty((len(hidden_TD), 2 * width), hidden_TD.dtype)
-            self.embedding_norm(decoder.embed(next_token_ids_T, next_media), out=both[:, :width])
+            self.embedding_norm(decoder.embed(next_token_ids_T, next_feature_runs), out=both[:, :width])
             self.hidden_norm(hidden_TD, out=both[:, width:])
             self.projection(both, out=x_TD)
             rope = decoder.ropes.of(self.attention.rope).tables(batch.positions_AT)
@@ -140,14 +140,14 @@ class Qwen35(DecoderModel):
         return self.decoder.logits(hidden_TD if rows is None else embedding(rows, hidden_TD)), hidden_TD
 
     def draft(
-        self, next_token_ids_T: Tensor, hidden_TD: Tensor, batch: Batch, next_media: Sequence[MediaRun] = ()
+        self, next_token_ids_T: Tensor, hidden_TD: Tensor, batch: Batch, next_feature_runs: Sequence[FeatureRun] = ()
     ) -> tuple[Tensor, Tensor]:
         """Return logits [R, V] of the second token after each logit row of the batch, and their hidden states [R, D].
 
         A further token can be drafted from the latter.
         """
         assert self.mtp is not None, NO_PREDICTOR
-        drafted_RD = self.mtp(self.decoder, next_token_ids_T, hidden_TD, batch, next_media)
+        drafted_RD = self.mtp(self.decoder, next_token_ids_T, hidden_TD, batch, next_feature_runs)
         return self.decoder.logits(drafted_RD), drafted_RD
 
     def encode(self, batch: MediaBatch) -> list[Tensor]:

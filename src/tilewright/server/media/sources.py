@@ -169,7 +169,7 @@ MAX_SOURCE_LENGTH = 8192  # characters of a URL or a path; a data: URL has limit
 
 @dataclass(eq=False)
 class MediaSource:
-    """A URL or a path, with its bytes once they are read."""
+    """A URL or a path in a request, and its bytes once they were read: the engine gets those in its place."""
 
     text: str
     name: str  # of the first item that uses it, for errors: "image 2"
