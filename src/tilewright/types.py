@@ -159,7 +159,7 @@ class Medium:
     region: Region  # the encoder's input, valid as long as the medium's ModelInputs
     encoder_rows: int  # rows the encoder computes, including padding, counted in a step's encoder budget
     num_states: int = 0  # encoder states that tokens attend to; 0: features replace tokens
-    tiling: tuple[int, int] = (1, 1)  # rows and columns of tiles a picture is cut into
+    tiling: tuple[int, int] = (1, 1)  # rows and columns of tiles an image is cut into
     feature_width: int = 0  # of features that came with the request instead of patches; 0: the medium is to be encoded
 
     @property

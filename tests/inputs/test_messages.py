@@ -118,7 +118,7 @@ def test_parts_that_are_text_by_another_name():
 
 def test_too_many_and_unwanted_items():
     content = [{"type": "image", "image": b"x"}] * 3
-    with pytest.raises(RequestError, match="image 3: the request has more than 2 pictures"):
+    with pytest.raises(RequestError, match="image 3: the request has more than 2 images"):
         normalize([{"role": "user", "content": content}], limits=MediaLimits(max_items=2))
     with pytest.raises(RequestError, match="image 1: SmolLM accepts text only"):
         normalize([{"role": "user", "content": content}], accepts=(), model="SmolLM")

@@ -246,7 +246,7 @@ def test_wrong_shapes(checkpoints):
     vae = tiny_vae.ours(checkpoints("flux")[1])
     with pytest.raises(RequestError, match=r"latents has shape \[1, 4, 4, 16\], expected \[B, T, H, W, 16\]"):
         vae.decode(torch.zeros(1, 4, 4, 16))
-    with pytest.raises(RequestError, match=r"the picture to encode has shape \[1, 1, 8, 8, 4\], expected"):
+    with pytest.raises(RequestError, match=r"the image to encode has shape \[1, 1, 8, 8, 4\], expected"):
         vae.encode(torch.zeros(1, 1, 8, 8, 4))
     with pytest.raises(RequestError, match="tile is 0, expected 1 pixel or more"):
         vae.decode(torch.zeros(1, 1, 4, 4, 16), tile=0)

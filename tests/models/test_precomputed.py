@@ -104,7 +104,7 @@ def test_known_by_what_they_are(engine, prepared):
         ({"image_features": {1, 2}}, "image_features is a set, expected a tensor or array"),
         ({"key": "abc"}, "key is 'abc', expected 32 hexadecimal digits"),
         ({"key": "0" * 32}, "key is 0{32}, but the checksum of image_features is [0-9a-f]{32}"),
-        ({"tiling": (1, 2)}, "this model does not tile pictures"),
+        ({"tiling": (1, 2)}, "this model does not tile images"),
         ({"times_s": [0.5]}, "times_s has 1 entries, expected 0"),
         ({"times_s": [1.0, 0.5]}, "expected seconds in order"),
         ({"image_features": torch.ones(15, 7)}, r"has the shape \[15, 7\], expected \["),

@@ -20,8 +20,8 @@ from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.inputs.messages import TextBudget, TextLimits
 from tilewright.models.qwen3_vl.preprocessing import (
     group_times,
+    image_size,
     num_sampled_frames,
-    picture_size,
     read_preprocessing,
     sample_indices,
     video_size,
@@ -246,7 +246,7 @@ def test_sizes_are_those_of_transformers(transformers, config, folder):
         if max(height, width) / min(height, width) > 200:
             continue
         expected = smart_resize(height, width, factor=32, min_pixels=65536, max_pixels=16777216)
-        assert picture_size(height, width, media, "image") == expected, (height, width)
+        assert image_size(height, width, media, "image") == expected, (height, width)
         for count in (2, 3, 4, 7, 768):
             expected = video_module.smart_resize(
                 count, height, width, temporal_factor=2, factor=32, min_pixels=4096, max_pixels=25165824

@@ -7,7 +7,7 @@ from components import loaded, on_ranks, randomized, relative, rms
 from oracle import require
 
 from tilewright.models import qwen2_5_vl
-from tilewright.models.qwen2_5_vl import picture_positions
+from tilewright.models.qwen2_5_vl import image_positions
 from tilewright.types import UnsupportedConfig
 
 PICTURE, START, END = 140, 141, 142
@@ -126,7 +126,7 @@ def test_two_ranks_give_what_one_does(pair):
 
 def test_positions_go_on_behind_the_longer_side_of_a_picture():
     ids = [1, PICTURE, PICTURE, PICTURE, PICTURE, PICTURE, PICTURE, 2]
-    times, rows, columns = picture_positions(ids, PICTURE, [(2, 3)]).tolist()
+    times, rows, columns = image_positions(ids, PICTURE, [(2, 3)]).tolist()
     assert times == [0, 1, 1, 1, 1, 1, 1, 4]
     assert rows == [0, 1, 1, 1, 2, 2, 2, 4]
     assert columns == [0, 1, 2, 3, 1, 2, 3, 4]

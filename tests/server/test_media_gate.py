@@ -165,7 +165,7 @@ def test_errors_name_the_item(part, message):
 def test_too_many_items_are_not_fetched():
     error, origin = resolve([picture(f"U/{index}") for index in range(4)], limits=MediaLimits(max_items=3))
     assert (
-        error == "image 4: the request has more than 3 pictures, videos and sounds, the limit (--max-media)"
+        error == "image 4: the request has more than 3 images, videos and sounds, the limit (--max-media)"
         and origin.requests == []
     )
 

@@ -113,7 +113,7 @@ def test_caches_know_equal_values(server, engine, picture):
 def test_they_are_off_unless_allowed(vision_server, features):
     with pytest.raises(openai.BadRequestError) as error:
         ask(vision_server, features)
-    expected = "image 1: image_features are accepted with --allow-precomputed only: send the picture"
+    expected = "image 1: image_features are accepted with --allow-precomputed only: send the image"
     assert error.value.body["message"] == expected
 
 
@@ -154,7 +154,7 @@ NUMBERS = [[0.5] * 8] * 15
         ({"grid": [1, 1 << 16, 1 << 16]}, "pixels, the limit is 67108864"),
         ({"key": 7}, "image 1: key is 7, expected 32 hexadecimal digits"),
         ({"key": "f" * 32}, f"image 1: key is {'f' * 32}, but the checksum of image_features is "),
-        ({"tiling": [1, 2]}, "this model does not tile pictures"),
+        ({"tiling": [1, 2]}, "this model does not tile images"),
         ({"times_s": "soon"}, "times_s is 'soon', expected seconds in order"),
         ({"type": "audio_features", "audio_features": "AAAA", "dtype": "float16", "shape": [1, 1]}, "audio 1: "),
     ],
@@ -207,7 +207,7 @@ def test_the_gate_decodes_and_counts():
     limits = MediaLimits(max_items=3, max_total_bytes=100)
     (part,), held = planned(limits, PART)
     assert part == {**PART, "image_features": bytes(range(32))} and sum(held[:2]) == 32
-    with pytest.raises(RequestError, match="image 4: the request has more than 3 pictures"):
+    with pytest.raises(RequestError, match="image 4: the request has more than 3 images"):
         planned(limits, PART, PART, PART, PART)
     with pytest.raises(RequestError, match="image 3: the request's media are more than 80 bytes"):
         planned(dataclasses.replace(limits, max_total_bytes=80), PART, PART, PART)

@@ -67,7 +67,7 @@ class Prompts:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.picture_token_ids = engine.loaded.processor.picture_token_ids
+        self.image_token_ids = engine.loaded.processor.image_token_ids
         vocabulary_size = engine.loaded.model.vocab_size
         # Special tokens are at the beginning or the end of a vocabulary.
         self.id_range = vocabulary_size // 8, vocabulary_size * 7 // 8
@@ -76,9 +76,9 @@ class Prompts:
         return np.random.default_rng(seed).integers(*self.id_range, count).tolist()
 
     def ids_with_picture(self, count: int, *seed: int) -> list[int]:
-        if not self.picture_token_ids:
+        if not self.image_token_ids:
             raise RequestError(f"{self.engine.loaded.name} accepts text only, expected a model that accepts pictures")
-        return [*self.picture_token_ids, *self.ids(count, *seed)]
+        return [*self.image_token_ids, *self.ids(count, *seed)]
 
     def picture(self, size: tuple[int, int], *seed: int) -> Image.Image:
         """Return a picture of gradients with noise."""
@@ -178,7 +178,7 @@ def batch(engine: Engine, options: argparse.Namespace) -> Measure:
     def measure(number: int) -> Amounts:
         each = range(options.batch)
         images = None
-        if prompts.picture_token_ids:
+        if prompts.image_token_ids:
             images = [prompts.picture(options.size, number, i) for i in each]
             ids = [prompts.ids_with_picture(options.prompt_tokens, number, i) for i in each]
         else:

@@ -62,7 +62,7 @@ class Engine:
     quantize        "int8", "int4" or "fp8": quantises the weights while loading (docs/quantisation.md); "auto":
                     one of them, by memory and measured speed; "none": those of a quantised checkpoint are widened to
                     `dtype`; None: all stay as the checkpoint has them
-    mmproj          the projector file of a GGUF model, for pictures; None: the one in its folder that
+    mmproj          the projector file of a GGUF model, for images; None: the one in its folder that
                     fits; "none": text alone
     tp              ranks that the model is split over, each a process with its own cores and memory
                     (docs/parallel.md); "auto": one for each NUMA node, if that is measured to be faster
@@ -85,7 +85,7 @@ class Engine:
                     with equal results, as the torch backend always does on a CPU
     pack_cache      whether packed weights are cached on disk for the next start
     progress        whether loading shows a progress bar
-    media_limits    the largest pictures, videos and sounds; None: `tilewright.inputs.media.MediaLimits()`
+    media_limits    the largest images, videos and sounds; None: `tilewright.inputs.media.MediaLimits()`
     isolate_media   whether separate processes decode them: for untrusted media
     allow_special_tokens  whether special tokens spelled out in messages are such; else they are plain text, and no
                     message can end its turn or begin another's. Prompts of `generate` are raw and may always have them
@@ -202,7 +202,7 @@ class Engine:
         own = self.platform
         return EngineLoop(
             core,
-            # Prompts and pictures are prepared on the host, wherever the model computes.
+            # Prompts and images are prepared on the host, wherever the model computes.
             start_preparing=_on_backend(own.backend if own.place.is_host else "native", HOST, work_alone),
             start_stepping=_on_backend(own.backend, own.place, bind_team),
             costs=self.costs(),
@@ -211,7 +211,7 @@ class Engine:
     def chat(self, messages: Any, **options: Any) -> Any:
         """Return the answer to a conversation, a Completion; a list of them for a list of conversations, or for n > 1.
 
-        Messages are OpenAI's, with parts such as {"type": "image", "image": path, bytes, PIL picture or array}, or
+        Messages are OpenAI's, with parts such as {"type": "image", "image": path, bytes, PIL image or array}, or
         {"type": "audio", "audio": path, bytes, array at 16 kHz or (array, rate)}. Options are the names of
         SamplingParams, `tools`, `use_audio_in_video` (read the sound of videos too), and the variables of the chat
         template (`enable_thinking`, ...). `constraint=Constraint("json_schema", schema)` (or "regex", "lark";
@@ -325,7 +325,7 @@ class Engine:
             del readers[id(inputs)]
 
     def features(self, medium: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message part with the encoded features of a picture, video or sound (docs/inputs.md).
+        """Return a message part with the encoded features of an image, video or sound (docs/inputs.md).
 
         `medium` is a message part too, such as {"type": "image", "image": source}. Any engine of the same model accepts
         the result in its place and answers alike, without running its encoder.

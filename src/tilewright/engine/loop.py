@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 class EngineLoop:
     """Accepts requests from any thread, and answers them through their Handles.
 
-    Threads of the loop prepare prompts, num_prepare_threads of them for those with media, so that decoding pictures
+    Threads of the loop prepare prompts, num_prepare_threads of them for those with media, so that decoding images
     overlaps with computing. Each calls start_preparing first; the thread that runs steps calls start_stepping. With
     threaded=False nothing runs in the background: `submit` prepares, and the caller calls `step` until it returns
     False.
@@ -217,7 +217,7 @@ class EngineLoop:
             self.after_step()
             if self._has_read_media and not self._handles:
                 self._has_read_media = False
-                trim_heap()  # decoded pictures and what was made of them: 100 MB of freed blocks for one of 1024x1024
+                trim_heap()  # decoded images and what was made of them: 100 MB of freed blocks for one of 1024x1024
 
     @property
     def _can_stop(self) -> bool:
@@ -282,7 +282,7 @@ class EngineLoop:
         """End a request that failed in a step: with its own RequestError, or else with an EngineError."""
         is_told = isinstance(error, RequestError | EngineLostError)  # the loss was logged when it was seen
         if not is_told:
-            # Logged as text, since the error's frames would keep the sequences of the step, and their pictures, alive
+            # Logged as text, since the error's frames would keep the sequences of the step, and their images, alive
             # as long as someone holds the error or the log record; they are removed below.
             _log.error("request %s failed in a step\n%s", request_id, "".join(traceback.format_exception(error)))
         forget_frames(error)

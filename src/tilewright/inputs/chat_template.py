@@ -122,7 +122,7 @@ def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
 def plain(value: object) -> Any:
     """Return the value rebuilt from JSON types; any other type becomes "<its name>".
 
-    Templates come with checkpoints and are not trusted: an array or a picture has methods that write files, and the
+    Templates come with checkpoints and are not trusted: an array or an image has methods that write files, and the
     sandbox does not know them.
     """
     if value is None or isinstance(value, bool):

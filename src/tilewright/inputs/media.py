@@ -23,10 +23,10 @@ class MediaLimits:
     """Limits on a request's media, checked before anything is decoded."""
 
     max_bytes: int = 128 * 2**20  # of one item, as it arrives
-    max_pixels: int = 2**26  # of one picture or frame: 8192 x 8192, 200 MB once decoded
+    max_pixels: int = 2**26  # of one image or frame: 8192 x 8192, 200 MB once decoded
     max_frames: int = 768  # of one video, after sampling
     max_duration_s: float = 3600.0  # of one video or sound
-    max_items: int = 64  # pictures, videos and sounds of a request
+    max_items: int = 64  # images, videos and sounds of a request
     max_total_bytes: int = 512 * 2**20  # of all items of a request, as they arrive
     max_decode_s: float = 60.0  # for one item; applies to decoder processes only, which can be stopped
     allow_paths: bool = True  # servers turn this off: a path in a message would read their files
@@ -109,7 +109,7 @@ def open_frames_url(url: str, name: str, limits: MediaLimits) -> list[bytes]:
 
 
 def read_source(part: MediaPart, limits: MediaLimits) -> Any:
-    """Return the bytes of a path, URL or bytes-like object; return other sources (pictures, arrays) unchanged."""
+    """Return the bytes of a path, URL or bytes-like object; return other sources (images, arrays) unchanged."""
     source = part.source
     if isinstance(source, str) and source[:5].lower() in ("data:", "http:", "https"):
         return open_url(source, part.name, limits)
@@ -145,7 +145,7 @@ def _check_size(size_bytes: int, name: str, limits: MediaLimits) -> None:
 def check_count(num_items: int, name: str, limits: MediaLimits) -> None:
     """Raise RequestError if a request has too many items."""
     if num_items > limits.max_items:
-        most = f"more than {limits.max_items} pictures, videos and sounds"
+        most = f"more than {limits.max_items} images, videos and sounds"
         raise RequestError(f"{name}: the request has {most}, the limit (--max-media)")
 
 

@@ -24,11 +24,11 @@ from tilewright.types import Region, RequestError
 
 Write = Callable[[Tensor], None]  # decodes a medium and writes its patches to rows [num_rows, width]
 
-# Share of the memory that is free once the weights are loaded; keys and values get half. A token of a picture or video
+# Share of the memory that is free once the weights are loaded; keys and values get half. A token of an image or video
 # needs 100 KB or more of keys and values and 6 or 12 KB of patches, so that keys and values fill up first.
 SHARE_OF_FREE_MEMORY = 0.25
-MIN_BYTES = 256 << 20  # 40 pictures of 1024 x 1024
-# Pinned memory, which a GPU reads, is allocated at once and unavailable to other programs: 160 pictures of 1024 x 1024.
+MIN_BYTES = 256 << 20  # 40 images of 1024 x 1024
+# Pinned memory, which a GPU reads, is allocated at once and unavailable to other programs: 160 images of 1024 x 1024.
 MAX_PINNED_BYTES = 1 << 30
 POLL_S = 0.05  # between attempts of a request that waits for room
 

@@ -21,7 +21,7 @@ from tilewright.inputs.precomputed import TYPES, Precomputed, precomputed_of, ty
 from tilewright.types import ContextLengthExceeded, MediaKind, Messages, RequestError
 
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
-# Keys of qwen_vl_utils' parts: sizes and times of a single picture or video.
+# Keys of qwen_vl_utils' parts: sizes and times of a single image or video.
 UNSERVED_KEYS = (
     "min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "nframes", "min_frames",
     "max_frames", "video_start", "video_end",
@@ -41,7 +41,7 @@ def normalize(
 
     Parts are OpenAI's (text, image_url, video_url, input_audio) and {"type": "image", "image": source}, likewise for
     video and audio; a video may set its frames' "fps", and "use_audio_in_video" if it differs from the argument.
-    Nothing is fetched here: an http(s) URL is refused. `missing` is the error for pictures and videos if the
+    Nothing is fetched here: an http(s) URL is refused. `missing` is the error for images and videos if the
     model lacks a component for them.
     """
     collected = _Media(limits or MediaLimits(), accepts, model, missing, use_audio_in_video)
@@ -167,7 +167,7 @@ def _text_of(part: Mapping[str, Any]) -> str:
     kind = part.get("type", "text")
     text = part.get("refusal" if kind == "refusal" else "text")
     if kind not in ("text", "refusal") or any(key in part for key in ("image", "video", "audio", "image_url", "file")):
-        raise RequestError(f"a part of a message is of type {kind!r:.60}, expected text, a picture, a video or a sound")
+        raise RequestError(f"a part of a message is of type {kind!r:.60}, expected text, an image, a video or a sound")
     if not isinstance(text, str):
         raise RequestError(f"a part of type {kind} has {text!r:.60}, expected text")
     return text

@@ -4,7 +4,7 @@
 
 Values are a tensor or array of real numbers, or their bytes (little-endian, row by row; base64 over HTTP) with "dtype"
 and "shape". They are stored in the media buffer like other media, and their cache key is a hash of the values: features
-of one client are never used for another one's picture (inputs/precomputed_values.py).
+of one client are never used for another one's image (inputs/precomputed_values.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Precomputed:
     grid: tuple[int, int, int]
     dtype: str = ""
     shape: tuple[int, int] = (0, 0)
-    tiling: tuple[int, int] = (1, 1)  # rows and columns of a picture's tiles
+    tiling: tuple[int, int] = (1, 1)  # rows and columns of an image's tiles
     times_s: tuple[float, ...] = ()  # of each group of a video's frames
     key: str | None = None  # the expected checksum of the values
 
@@ -73,7 +73,7 @@ def type_of(part: Mapping[str, Any]) -> str | None:
 def check_allowed(value_type: str, name: str, limits: MediaLimits) -> None:
     """Raise RequestError if the limits do not allow precomputed values."""
     if not limits.allow_precomputed:
-        what = {"image": "picture", "video": "video", "audio": "sound"}[TYPES[value_type].kind]
+        what = {"image": "image", "video": "video", "audio": "sound"}[TYPES[value_type].kind]
         raise RequestError(f"{name}: {value_type} are accepted with --allow-precomputed only: send the {what}")
 
 

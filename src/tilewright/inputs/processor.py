@@ -25,16 +25,16 @@ from tilewright.types import MediaKind, Medium, Messages, ModelInputs, Region, R
 
 
 class TextProcessor:
-    """Turns requests of text into `ModelInputs`, and refuses pictures, videos and sounds."""
+    """Turns requests of text into `ModelInputs`, and refuses images, videos and sounds."""
 
     accepts: Sequence[MediaKind] = ()
-    picture_token_ids: tuple[int, ...] = ()
+    image_token_ids: tuple[int, ...] = ()
     media_buffer = None
 
     def __init__(
         self, name: str, tokenizer: Tokenizer, template: ChatTemplate | None, missing: str | None = None
     ) -> None:
-        """`missing` is the error for pictures and videos if the model lacks a component for them."""
+        """`missing` is the error for images and videos if the model lacks a component for them."""
         self.name = name
         self._missing = missing
         self.tokenizer = tokenizer

@@ -56,7 +56,7 @@ class KeptStates:
 class CrossBatch:
     """Tokens that attend to encoder states, in spans that attend to the same states, and the pages of those.
 
-    Tokens that attend to none (text alone, or before the first picture) are left out: a cross-attention layer does not
+    Tokens that attend to none (text alone, or before the first image) are left out: a cross-attention layer does not
     change them.
     """
 

@@ -1,6 +1,6 @@
-"""Convolutions of pictures and clips, channels last, and over time of streams that come in pieces.
+"""Convolutions of images and clips, channels last, and over time of streams that come in pieces.
 
-Each convolution of pictures has its padding and may upsample its input: B pictures or clips, T frames, H rows, W
+Each convolution of images has its padding and may upsample its input: B images or clips, T frames, H rows, W
 columns, C channels. A layer of a stream [B, T, C] carries its last rows over to the next piece, so that the result is
 the same, bit for bit, as for the whole stream. Every rank has them whole: autoencoders and codecs are not split.
 """
@@ -22,7 +22,7 @@ Padding = tuple[int, int, int, int]  # rows above and below, columns to the left
 
 
 class Conv2d:
-    """A convolution of pictures [B, H, W, C]; the default `padding` keeps their size."""
+    """A convolution of images [B, H, W, C]; the default `padding` keeps their size."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Conv2d:
     ) -> Tensor:
         """Return activation(conv(norm(x))) + residual.
 
-        `padding` replaces the layer's, for a part of a picture that has neighbours where the whole has zeros.
+        `padding` replaces the layer's, for a part of an image that has neighbours where the whole has zeros.
         """
         return conv2d(
             x_BHWC,
@@ -70,7 +70,7 @@ class Conv2d:
 
 
 class UpsampleConv2d:
-    """A convolution of pictures [B, H, W, C] after nearest-neighbour upsampling by two."""
+    """A convolution of images [B, H, W, C] after nearest-neighbour upsampling by two."""
 
     def __init__(self, name: str, in_channels: int, out_channels: int) -> None:
         self.in_channels, self.out_channels = in_channels, out_channels
@@ -206,7 +206,7 @@ class CausalConv1d:
     def __call__(self, x_BTC: Tensor, pieces: Pieces, *, snake: Snake | None = None) -> Tensor:
         """Return conv(x), or conv(snake(x)), [B, T, O].
 
-        It is computed as a convolution of a picture whose columns are the `dilation` phases, which do not mix.
+        It is computed as a convolution of an image whose columns are the `dilation` phases, which do not mix.
         """
         batch, length, channels = x_BTC.shape
         num_before = (self.kernel - 1) * self.dilation

@@ -1,4 +1,4 @@
-"""Rotary positions of language models, from their config, and on the axes of pictures and videos."""
+"""Rotary positions of language models, from their config, and on the axes of images and videos."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """AutoencoderKL of Flux, Z-Image and Stable Diffusion, and AutoencoderKLFlux2: config, blocks, model.
 
-A picture is [1, H, W, C], normed over all its pixels. A convolution applies the norm of its input (`NormTable`), so
+An image is [1, H, W, C], normed over all its pixels. A convolution applies the norm of its input (`NormTable`), so
 that only maps that are read twice are stored. Missing config entries have diffusers' defaults.
 """
 
@@ -29,7 +29,7 @@ class AutoencoderConfig:
     in_channels: int
     out_channels: int
     latent_channels: int
-    encoder_widths: tuple[int, ...]  # channels of each block, from the picture to the latents
+    encoder_widths: tuple[int, ...]  # channels of each block, from the image to the latents
     decoder_widths: tuple[int, ...]  # in the same order
     layers_per_block: int
     num_groups: int
@@ -81,7 +81,7 @@ class AutoencoderConfig:
 
     @property
     def num_halvings(self) -> int:
-        """Number of times that rows and columns are halved, from the picture to the latents."""
+        """Number of times that rows and columns are halved, from the image to the latents."""
         return len(self.encoder_widths) - 1
 
 
@@ -212,7 +212,7 @@ def merged_statistics(parts: list[tuple[int, Tensor]]) -> Tensor:
 
 
 class KlAttentionBlock:
-    """x + attention over all pixels of a picture, with one head as wide as the channels."""
+    """x + attention over all pixels of an image, with one head as wide as the channels."""
 
     def __init__(self, name: str, channels: int, num_groups: int) -> None:
         self.norm = GroupNorm(f"{name}.group_norm", channels, num_groups, EPS)
@@ -274,7 +274,7 @@ class KlUpStage:
         self.resnets, self.step = resnets, step
 
     def __call__(self, x: Tensor, memory: FeatureMemory, band_rows: int | None) -> Tensor:
-        """Return the stage's result; with `band_rows` the larger picture is computed in bands, never as a whole."""
+        """Return the stage's result; with `band_rows` the larger image is computed in bands, never as a whole."""
         if self.step is None:
             x = self.resnets[0](x, memory)
         elif band_rows is not None:
@@ -291,12 +291,12 @@ class KlUpStage:
 
 # Names of attention's parts in early checkpoints.
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-# Rows of the picture in a band; two more rows on each side are computed again for each.
+# Rows of the image in a band; two more rows on each side are computed again for each.
 BAND_ROWS = 128
 
 
 class KlEncoder:
-    """Maps a picture [1, H, W, 3] to mean and log variance of latents [1, h, w, 2 C]."""
+    """Maps an image [1, H, W, 3] to mean and log variance of latents [1, h, w, 2 C]."""
 
     def __init__(self, config: AutoencoderConfig) -> None:
         widths, groups = config.encoder_widths, config.num_groups
@@ -324,7 +324,7 @@ class KlEncoder:
 
 
 class KlDecoder:
-    """Maps latents [1, h, w, C] to a picture [1, H, W, 3]."""
+    """Maps latents [1, h, w, C] to an image [1, H, W, 3]."""
 
     def __init__(self, config: AutoencoderConfig) -> None:
         widths, groups = config.decoder_widths[::-1], config.num_groups
@@ -341,7 +341,7 @@ class KlDecoder:
         self.widths = widths
 
     def __call__(self, z: Tensor, memory: FeatureMemory, tile: int | None) -> Tensor:
-        """Return the picture; `tile`: rows of the picture in a band; None for whole maps."""
+        """Return the image; `tile`: rows of the image in a band; None for whole maps."""
         x = self.conv_in(z, out=memory.empty((*z.shape[:-1], self.conv_in.out_channels), z.dtype))
         x = self.mid(x, memory)
         for i, stage in enumerate(self.stages):
@@ -351,13 +351,13 @@ class KlDecoder:
         return result
 
     def map_channels(self) -> int:
-        """Return the most channels of maps in memory at once, per pixel of the picture."""
+        """Return the most channels of maps in memory at once, per pixel of the image."""
         steps = zip((self.widths[0], *self.widths), self.widths, strict=False)
         return max((before + 2 * width) >> 2 * (len(self.widths) - 1 - i) for i, (before, width) in enumerate(steps))
 
 
 class AutoencoderKL:
-    """A `models.vae.Vae` of pictures: frames of a clip are separate pictures."""
+    """A `models.vae.Vae` of images: frames of a clip are separate images."""
 
     temporal_factor = 1
 
@@ -379,23 +379,23 @@ class AutoencoderKL:
         return ".".join((*parts, OLD_NAMES.get(part, part), kind)) if "attentions" in parts else name
 
     def encode(self, x_BTHWC: Tensor, *, tile: int | None = None) -> Tensor:
-        """Return latents [B, T, h, w, C] of pictures [B, T, H, W, 3] in [-1, 1]: the mode.
+        """Return latents [B, T, h, w, C] of images [B, T, H, W, 3] in [-1, 1]: the mode.
 
         `tile` is ignored: every map in memory is needed whole.
         """
-        check_shape("the picture to encode", x_BTHWC, self.config.in_channels)
+        check_shape("the image to encode", x_BTHWC, self.config.in_channels)
         x = x_BTHWC.flatten(0, 1).to(self.encoder.conv_in.dtype).contiguous()
         memory = FeatureMemory()
-        z = torch.cat([self.encoder(picture, memory) for picture in x.split(1)])
+        z = torch.cat([self.encoder(image, memory) for image in x.split(1)])
         if self.quant_conv is not None:
             z = self.quant_conv(z)
         z = patchify(z[..., : self.config.latent_channels], self.config.patch_size)
         return self.scale.normalize(z).to(x.dtype).unflatten(0, x_BTHWC.shape[:2])
 
     def decode(self, latents_BTHWC: Tensor, *, tile: int | None = None) -> Tensor:
-        """Return pictures [B, T, H, W, 3] of latents [B, T, h, w, C], decoded one by one.
+        """Return images [B, T, H, W, 3] of latents [B, T, h, w, C], decoded one by one.
 
-        `tile`: the largest maps are computed in bands of so many rows of the picture; None: only if memory is short.
+        `tile`: the largest maps are computed in bands of so many rows of the image; None: only if memory is short.
         """
         check_shape("latents", latents_BTHWC, self.latent_channels)
         check_tile(tile)
@@ -406,8 +406,8 @@ class AutoencoderKL:
         if tile is None:
             tile = self._chosen_tile(z)
         memory = FeatureMemory()
-        pictures = torch.cat([self.decoder(item, memory, tile) for item in z.split(1)])
-        return pictures.unflatten(0, latents_BTHWC.shape[:2])
+        images = torch.cat([self.decoder(item, memory, tile) for item in z.split(1)])
+        return images.unflatten(0, latents_BTHWC.shape[:2])
 
     def _chosen_tile(self, z: Tensor) -> int | None:
         pixels = z.shape[1] * z.shape[2] * 4**self.config.num_halvings

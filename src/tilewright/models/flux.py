@@ -1,11 +1,11 @@
 """FLUX.1: its config, the blocks it shares with FLUX.2, and its transformer: tokens in, velocities out.
 
-x_BND: N rows of each of B pictures, its text's rows first. A token of a picture is a square of 2 x 2 latent pixels. A
-double-stream block has separate weights for text and picture, a single-stream block the same for all rows, with
+x_BND: N rows of each of B images, its text's rows first. A token of an image is a square of 2 x 2 latent pixels. A
+double-stream block has separate weights for text and image, a single-stream block the same for all rows, with
 attention and MLP side by side.
 
-A stream's rows of one picture are contiguous, so products write queries, keys and values where joint attention reads
-them: nothing is copied. Several pictures need several products, of hundreds of rows each, so reading the weights again
+A stream's rows of one image are contiguous, so products write queries, keys and values where joint attention reads
+them: nothing is copied. Several images need several products, of hundreds of rows each, so reading the weights again
 costs little.
 """
 
@@ -49,7 +49,7 @@ class FluxConfig:
     text_width: int  # per token of the long text (T5)
     pooled_width: int  # of the whole text (CLIP)
     is_told_guidance: bool  # guidance is an input like the timestep, as in FLUX.1 dev
-    rope_widths: tuple[int, ...]  # elements of a head rotated by each axis: picture, row and column
+    rope_widths: tuple[int, ...]  # elements of a head rotated by each axis: image, row and column
 
     @classmethod
     def from_dict(cls, config: Config) -> FluxConfig:
@@ -111,7 +111,7 @@ Modulation = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """Row layout of a batch: the text's length, the bounds of pictures in the packed rows, and every row's rope."""
+    """Row layout of a batch: the text's length, the bounds of images in the packed rows, and every row's rope."""
 
     num_text: int
     starts: Tensor  # int32 [B + 1]
@@ -120,26 +120,26 @@ class Layout:
 
     @property
     def num_rows(self) -> int:
-        """Rows of one picture and its text."""
+        """Rows of one image and its text."""
         return len(self.cos) // (len(self.starts) - 1)
 
     @property
     def streams(self) -> tuple[slice, slice]:
-        """Rows of text and of picture."""
+        """Rows of text and of image."""
         return slice(0, self.num_text), slice(self.num_text, self.num_rows)
 
 
-def layout_of(rope: AxialRope, text: Tensor, picture: Tensor, batch_size: int) -> Layout:
-    """Return the layout of text and picture positions int64 [axes, tokens], the same for the whole batch."""
-    positions = torch.cat([text, picture], dim=1)
+def layout_of(rope: AxialRope, text: Tensor, image: Tensor, batch_size: int) -> Layout:
+    """Return the layout of text and image positions int64 [axes, tokens], the same for the whole batch."""
+    positions = torch.cat([text, image], dim=1)
     cos, sin = rope.tables(positions)
     starts = torch.arange(batch_size + 1, dtype=torch.int32, device=backend.device()) * positions.shape[1]
     return Layout(text.shape[1], starts, cos.repeat(batch_size, 1), sin.repeat(batch_size, 1))
 
 
-def grid_positions(picture: int, rows: int, columns: int) -> Tensor:
-    """Return picture number, row and column of each token of a grid, row by row: int64 [3, rows * columns]."""
-    axes = torch.meshgrid(torch.tensor([picture]), torch.arange(rows), torch.arange(columns), indexing="ij")
+def grid_positions(image: int, rows: int, columns: int) -> Tensor:
+    """Return image number, row and column of each token of a grid, row by row: int64 [3, rows * columns]."""
+    axes = torch.meshgrid(torch.tensor([image]), torch.arange(rows), torch.arange(columns), indexing="ij")
     return torch.stack([axis.flatten() for axis in axes])
 
 
@@ -171,7 +171,7 @@ def double_stream_names(name: str, *, is_text: bool, mlp: tuple[str, str]) -> St
 
 
 class FluxStream:
-    """Weights of the text or the picture in a double-stream block."""
+    """Weights of the text or the image in a double-stream block."""
 
     def __init__(self, names: StreamNames, config: BlockConfig) -> None:
         self.config = config
@@ -220,18 +220,18 @@ def mlp_in(name: str, config: BlockConfig, inner: Shard, *, first_row: int = 0, 
 
 
 class DoubleBlock:
-    """Joint attention, then MLPs, with separate weights for text and picture, updating x."""
+    """Joint attention, then MLPs, with separate weights for text and image, updating x."""
 
-    def __init__(self, text: StreamNames, picture: StreamNames, config: BlockConfig) -> None:
+    def __init__(self, text: StreamNames, image: StreamNames, config: BlockConfig) -> None:
         self.config = config
-        self.streams = FluxStream(text, config), FluxStream(picture, config)
+        self.streams = FluxStream(text, config), FluxStream(image, config)
 
     def __call__(self, x_BND: Tensor, layout: Layout, modulations: tuple[Modulation, Modulation]) -> None:
-        """Update x; the modulations of text and of picture have six parts each: attention's, then the MLP's."""
+        """Update x; the modulations of text and of image have six parts each: attention's, then the MLP's."""
         batch_size, num_rows, _ = x_BND.shape
         heads, width = self.streams[0].num_heads, self.config.head_width
         qkv = empty((batch_size, num_rows, 3 * heads * width), x_BND.dtype)
-        # Of each picture's text and picture: stream, rows of x, modulation.
+        # Of each image's text and image: stream, rows of x, modulation.
         parts = [
             (b, rows, stream, [item[b : b + 1] for item in modulation])
             for b in range(batch_size)
@@ -290,15 +290,13 @@ class SingleBlock:
         gated_add(x_BND, self.output(both).view(x_BND.shape), gate, out=x_BND)
 
 
-def join(
-    text_in: GatheredLinear, text: Tensor, picture_in: GatheredLinear, picture: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Return x_BND in `dtype`: for each picture its text's rows, then its own."""
+def join(text_in: GatheredLinear, text: Tensor, image_in: GatheredLinear, image: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x_BND in `dtype`: for each image its text's rows, then its own."""
     num_text = text.shape[1]
-    x_BND = empty((len(text), num_text + picture.shape[1], text_in.width), dtype)
-    for rows, some_text, some_picture in zip(x_BND, text, picture, strict=True):
+    x_BND = empty((len(text), num_text + image.shape[1], text_in.width), dtype)
+    for rows, some_text, some_image in zip(x_BND, text, image, strict=True):
         text_in(some_text.to(dtype), out=rows[:num_text])
-        picture_in(some_picture, out=rows[num_text:])
+        image_in(some_image, out=rows[num_text:])
     return x_BND
 
 
@@ -356,9 +354,9 @@ class ModulatedBlock:
 
 def _double_block(name: str, config: BlockConfig) -> ModulatedBlock:
     text = double_stream_names(name, is_text=True, mlp=("net.0.proj", "net.2"))
-    picture = double_stream_names(name, is_text=False, mlp=("net.0.proj", "net.2"))
+    image = double_stream_names(name, is_text=False, mlp=("net.0.proj", "net.2"))
     modulations = [f"{name}.norm1_context.linear", f"{name}.norm1.linear"]
-    return ModulatedBlock(DoubleBlock(text, picture, config), modulations, 6, config.width)
+    return ModulatedBlock(DoubleBlock(text, image, config), modulations, 6, config.width)
 
 
 def _single_block(name: str, config: BlockConfig) -> ModulatedBlock:
@@ -379,7 +377,7 @@ class FluxTransformer:
             activation="gelu_tanh",
             gated=False,
         )
-        self.picture_in = GatheredLinear.named("x_embedder", width, config.in_channels, what="tokens", bias=True)
+        self.image_in = GatheredLinear.named("x_embedder", width, config.in_channels, what="tokens", bias=True)
         self.text_in = GatheredLinear.named("context_embedder", width, config.text_width, what="text", bias=True)
         embedder = "time_text_embed"
         self.time = TimestepEmbedding(f"{embedder}.timestep_embedder", NUM_WAVES, width)
@@ -401,10 +399,10 @@ class FluxTransformer:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.picture_in.packed.dtype
+        return self.image_in.packed.dtype
 
     def layout(self, num_text: int, positions: Tensor, batch_size: int) -> Layout:
-        """Return the layout of B pictures with tokens at `positions` int64 [3, tokens]: picture number, row, column.
+        """Return the layout of B images with tokens at `positions` int64 [3, tokens]: image number, row, column.
 
         Texts have no positions.
         """
@@ -424,7 +422,7 @@ class FluxTransformer:
         The timestep is in thousandths of the whole way; `guidance` is only for checkpoints that have it as an input.
         """
         assert (guidance is not None) == self.config.is_told_guidance
-        x_BND = join(self.text_in, text.states, self.picture_in, tokens, self.dtype)
+        x_BND = join(self.text_in, text.states, self.image_in, tokens, self.dtype)
         conditioning = silu(self._conditioning(timestep, text.pooled, guidance))
 
         def run(blocks: Sequence[ModulatedBlock]) -> None:

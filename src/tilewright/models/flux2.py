@@ -1,7 +1,7 @@
-"""FLUX.2 klein: its config and its transformer: latent pixels of pictures and their texts in, velocities out.
+"""FLUX.2 klein: its config and its transformer: latent pixels of images and their texts in, velocities out.
 
 Like FLUX.1's, with one modulation for all blocks of a kind, gated MLPs, no biases, and texts that have positions. B:
-pictures; N: rows of a text and its picture, text first.
+images; N: rows of a text and its image, text first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Flux2Config:
     num_waves: int  # of the timestep
     eps: float
     rope_theta: float
-    rope_widths: tuple[int, ...]  # elements of a head rotated by each axis: picture, row, column, and index in the text
+    rope_widths: tuple[int, ...]  # elements of a head rotated by each axis: image, row, column, and index in the text
 
     @classmethod
     def from_dict(cls, config: Config) -> Flux2Config:
@@ -90,11 +90,11 @@ class Flux2Transformer:
             activation="silu",
             gated=True,
         )
-        self.picture_in = GatheredLinear.named("x_embedder", width, config.in_channels, what="tokens")
+        self.image_in = GatheredLinear.named("x_embedder", width, config.in_channels, what="tokens")
         self.text_in = GatheredLinear.named("context_embedder", width, config.text_width, what="text")
         self.time = TimestepEmbedding("time_guidance_embed.timestep_embedder", config.num_waves, width, bias=False)
         self.text_modulation = _modulation("double_stream_modulation_txt.linear", 6, width)
-        self.picture_modulation = _modulation("double_stream_modulation_img.linear", 6, width)
+        self.image_modulation = _modulation("double_stream_modulation_img.linear", 6, width)
         self.single_modulation = _modulation("single_stream_modulation.linear", 3, width)
         self.double_blocks = [_double_block(f"transformer_blocks.{i}", block) for i in range(config.num_double_blocks)]
         self.single_blocks = [
@@ -110,17 +110,17 @@ class Flux2Transformer:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.picture_in.packed.dtype
+        return self.image_in.packed.dtype
 
     def layout(self, num_text: int, positions: Tensor, batch_size: int) -> Layout:
-        """Return the layout of B pictures with tokens at `positions` int64 [3, tokens]: picture number, row, column.
+        """Return the layout of B images with tokens at `positions` int64 [3, tokens]: image number, row, column.
 
-        The fourth axis is the index in the text, 0 for pictures.
+        The fourth axis is the index in the text, 0 for images.
         """
         text = torch.zeros(4, num_text, dtype=torch.int64)
         text[3] = torch.arange(num_text)
-        picture = torch.cat([positions, torch.zeros_like(positions[:1])])
-        return layout_of(self.rope, text, picture, batch_size)
+        image = torch.cat([positions, torch.zeros_like(positions[:1])])
+        return layout_of(self.rope, text, image, batch_size)
 
     def __call__(
         self, tokens: Tensor, timestep: float, text: Tensor, layout: Layout, cache: StepCache | None = None
@@ -130,13 +130,13 @@ class Flux2Transformer:
         `text` is [B, tokens of text, text width]; the timestep is in thousandths of the whole way.
         """
         batch_size = len(tokens)
-        x_BND = join(self.text_in, text, self.picture_in, tokens, self.dtype)
+        x_BND = join(self.text_in, text, self.image_in, tokens, self.dtype)
         conditioning = silu(self.time(torch.tensor([timestep], device=x_BND.device)))
 
         def parts(modulation: GatheredLinear, count: int) -> list[Tensor]:
             return list(modulation(conditioning).expand(batch_size, -1).contiguous().chunk(count, dim=1))
 
-        of_streams = parts(self.text_modulation, 6), parts(self.picture_modulation, 6)
+        of_streams = parts(self.text_modulation, 6), parts(self.image_modulation, 6)
         of_both = parts(self.single_modulation, 3)
 
         def run(double_blocks: Sequence[DoubleBlock], single_blocks: Sequence[SingleBlock]) -> None:

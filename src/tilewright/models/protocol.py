@@ -230,8 +230,8 @@ class Processor(Protocol):
     def prompt(self) -> Callable[..., ModelInputs]: ...
 
     @property
-    def picture_token_ids(self) -> tuple[int, ...]:
-        """Tokens of a picture's placeholder in a prompt; empty if it takes no pictures."""
+    def image_token_ids(self) -> tuple[int, ...]:
+        """Tokens of an image's placeholder in a prompt; empty if it takes no images."""
 
 
 @dataclass(frozen=True)

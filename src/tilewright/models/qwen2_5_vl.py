@@ -1,6 +1,6 @@
-"""Qwen2.5-VL as Qwen-Image's text encoder: the vision tower, and hidden states of prompts with pictures.
+"""Qwen2.5-VL as Qwen-Image's text encoder: the vision tower, and hidden states of prompts with images.
 
-N: patches of all pictures, ordered by merged squares. Most blocks attend within windows of a picture, a few within all
+N: patches of all images, ordered by merged squares. Most blocks attend within windows of an image, a few within all
 of it: patches are sorted by window once, so that a window's patches are contiguous.
 """
 
@@ -33,7 +33,7 @@ from tilewright.weights.spec import stacked
 EPS = 1e-6
 ROPE_THETA = 10000.0
 
-Grid = tuple[int, int]  # rows and columns of a picture's patches
+Grid = tuple[int, int]  # rows and columns of an image's patches
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class WindowedVisionConfig:
     temporal_patch_size: int
     num_channels: int
     window_size: int  # in pixels
-    whole_layers: tuple[int, ...]  # layers that attend to the whole picture
+    whole_layers: tuple[int, ...]  # layers that attend to the whole image
     activation: str
 
     @classmethod
@@ -131,7 +131,7 @@ class WindowedVisionTower:
         return self.patch_embedding.dtype
 
     def __call__(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Return features [N / merged, output width] of the patches [N, 3 P P] of pictures, in their order."""
+        """Return features [N / merged, output width] of the patches [N, 3 P P] of images, in their order."""
         config = self.config
         x_ND = empty((len(patches), config.width), self.dtype)
         self.patch_embedding(patches.to(self.dtype), is_still=True, out=x_ND)
@@ -154,7 +154,7 @@ class WindowedVisionTower:
 
 
 def windows_of(grids: Sequence[Grid], config: WindowedVisionConfig) -> tuple[Tensor, list[int]]:
-    """Return the indices of the merged patches of all pictures, window by window, int64, and each window's length."""
+    """Return the indices of the merged patches of all images, window by window, int64, and each window's length."""
     order: list[Tensor] = []
     lengths: list[int] = []
     first, side = 0, config.window_side
@@ -174,39 +174,39 @@ MODEL_TYPES = ("qwen2_5_vl",)
 class SeeingEncoder(DecoderEncoder):
     """A `DecoderEncoder` with the vision tower of its checkpoint."""
 
-    def __init__(self, config: DecoderConfig, vision: WindowedVisionConfig, picture_token: int) -> None:
+    def __init__(self, config: DecoderConfig, vision: WindowedVisionConfig, image_token: int) -> None:
         super().__init__(config)
         self.vision = WindowedVisionTower("visual", vision)
-        self.picture_token = picture_token
+        self.image_token = image_token
 
     def checkpoint_name(self, name: str) -> str | None:
         inner = name.removeprefix("model.")
         return inner if inner.startswith("visual.") else super().checkpoint_name(name)
 
     def encode_seeing(self, token_ids: Sequence[int], patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Return the hidden states [L, D] of a prompt with a run of a picture's tokens for each of the grids.
+        """Return the hidden states [L, D] of a prompt with a run of an image's tokens for each of the grids.
 
-        `patches` [N, 3 P P] are those of all pictures.
+        `patches` [N, 3 P P] are those of all images.
         """
         merge = self.vision.config.merge_size
         sizes = [(rows // merge, columns // merge) for rows, columns in grids]
         x_TD = self._embedded([token_ids])
-        is_picture = torch.tensor(token_ids, device=x_TD.device) == self.picture_token
-        x_TD[is_picture] = self.vision(patches, grids).to(x_TD.dtype)
-        positions = picture_positions(token_ids, self.picture_token, sizes)
+        is_image = torch.tensor(token_ids, device=x_TD.device) == self.image_token
+        x_TD[is_image] = self.vision(patches, grids).to(x_TD.dtype)
+        positions = image_positions(token_ids, self.image_token, sizes)
         return self._states(x_TD, positions, UncachedBatch(starts_of([len(token_ids)])))
 
 
-def picture_positions(token_ids: Sequence[int], picture_token: int, sizes: Sequence[Grid]) -> Tensor:
-    """Return time, row and column of each token, int64 [3, L]; a picture's start at the text's position before it.
+def image_positions(token_ids: Sequence[int], image_token: int, sizes: Sequence[Grid]) -> Tensor:
+    """Return time, row and column of each token, int64 [3, L]; an image's start at the text's position before it.
 
-    `sizes` are the rows and columns of each picture's features, whose tokens are a run in the prompt. The text after a
-    picture continues from its largest position.
+    `sizes` are the rows and columns of each image's features, whose tokens are a run in the prompt. The text after an
+    image continues from its largest position.
     """
     parts: list[Tensor] = []
     at, next_position, left = 0, 0, list(sizes)
     while at < len(token_ids):
-        if token_ids[at] != picture_token:
+        if token_ids[at] != image_token:
             parts.append(torch.full((3, 1), next_position))
             at, next_position = at + 1, next_position + 1
             continue

@@ -1,8 +1,8 @@
-"""Qwen-Image: its config and its transformer: patches of pictures and their texts in, velocities of the patches out.
+"""Qwen-Image: its config and its transformer: patches of images and their texts in, velocities of the patches out.
 
-Two streams, each with its own weights, attend to each other in every block. All pictures of a batch have the same size
-and timestep; texts have their own lengths. N: patches of a picture, T: patches of all, S: tokens of all texts. Pictures
-to edit are further patches of each picture, R in all, that are read and not changed.
+Two streams, each with its own weights, attend to each other in every block. All images of a batch have the same size
+and timestep; texts have their own lengths. N: patches of an image, T: patches of all, S: tokens of all texts. Images
+to edit are further patches of each image, R in all, that are read and not changed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class QwenImageConfig:
     patch_size: int
     text_width: int
     rope_widths: tuple[int, int, int]  # elements of a head rotated by the frame, the row and the column
-    has_still_references: bool  # pictures to edit are at timestep 0, not at that of the generated picture
+    has_still_references: bool  # images to edit are at timestep 0, not at that of the generated image
 
     @classmethod
     def from_dict(cls, config: Config) -> QwenImageConfig:
@@ -94,7 +94,7 @@ NUM_WAVES = 256
 
 @dataclass(frozen=True)
 class References:
-    """Pictures to edit."""
+    """Images to edit."""
 
     patches: Tensor  # [R, channels], concatenated
     grids: list[tuple[int, int]]  # rows and columns of each
@@ -167,19 +167,19 @@ _ATTENTION_NAMES = {
 
 
 class QwenImageBlock:
-    """Joint attention of text and pictures, then an MLP of each stream, updating both."""
+    """Joint attention of text and images, then an MLP of each stream, updating both."""
 
     def __init__(self, name: str, config: QwenImageConfig) -> None:
         self.image = QwenImageStream(name, "img", config)
         self.text = QwenImageStream(name, "txt", config)
 
     def __call__(self, text: _Rows, images: Sequence[_Rows], embedded: Tensor) -> None:
-        """Update the rows; `images` are generated and edited pictures, `embedded` the timesteps of both, or one."""
+        """Update the rows; `images` are generated and edited images, `embedded` the timesteps of both, or one."""
         parts = [(self.text, text, self.text.modulated(embedded[:1])[0])]
         of_images = self.image.modulated(embedded)
         parts += [(self.image, rows, of_images[min(i, len(embedded) - 1)]) for i, rows in enumerate(images)]
         heads = [stream.heads(rows.x_TD, modulation, rows.places) for stream, rows, modulation in parts]
-        # A sequence is a text and its pictures. A stream has one product for all of them: the copy costs a hundredth of
+        # A sequence is a text and its images. A stream has one product for all of them: the copy costs a hundredth of
         # a product.
         all_lengths = [rows.places.lengths for _, rows, _ in parts]
         split = [of_part.split(lengths) for of_part, lengths in zip(heads, all_lengths, strict=True)]
@@ -224,8 +224,8 @@ class QwenImageTransformer:
     ) -> Tensor:
         """Return the velocity [B, N, patch width], fp32, of patches [B, N, channels] of rows x columns each.
 
-        `texts` [M, text width] has one for each picture; the timestep is in thousandths of the whole way. `cache`
-        carries results between steps, `references` are the pictures to edit, the same for the whole batch.
+        `texts` [M, text width] has one for each image; the timestep is in thousandths of the whole way. `cache`
+        carries results between steps, `references` are the images to edit, the same for the whole batch.
         """
         batch = len(patches)
         grids = [[grid], [] if references is None else references.grids]
@@ -245,7 +245,7 @@ class QwenImageTransformer:
                 with scope():
                     block(text, images, embedded)
 
-        # Nothing reads texts and references after the last block: only the generated picture is cached.
+        # Nothing reads texts and references after the last block: only the generated image is cached.
         (cache or StepCache(0.0)).run(image_TD, lambda: run(self.blocks[:1]), lambda: run(self.blocks[1:]))
         scale, shift = self.modulation(embedded[:1]).chunk(2, dim=1)
         normed = ada_layer_norm(image_TD[None], scale, shift, EPS)[0]
@@ -254,9 +254,9 @@ class QwenImageTransformer:
     def _places(
         self, text_lengths: list[int], groups: Sequence[Sequence[tuple[int, int]]]
     ) -> tuple[list[_Places], _Places]:
-        """Return the places of pictures, centred on the origin, and of texts, on the diagonal after the longest half.
+        """Return the places of images, centred on the origin, and of texts, on the diagonal after the longest half.
 
-        `groups` have rows and columns of the generated picture, and of those to edit.
+        `groups` have rows and columns of the generated image, and of those to edit.
         """
         grids = [grid for group in groups for grid in group]
         first = max(side // 2 for grid in grids for side in grid)
@@ -281,7 +281,7 @@ class QwenImageTransformer:
 
 
 def _centred(number: int, rows: int, columns: int) -> Tensor:
-    """Return number, row and column of each patch of a picture, fp32 [3, rows * columns]."""
+    """Return number, row and column of each patch of an image, fp32 [3, rows * columns]."""
     around = [torch.arange(size) - (size - size // 2) for size in (rows, columns)]
     grid = [axis.flatten() for axis in torch.meshgrid(*around, indexing="ij")]
     return torch.stack([torch.full((rows * columns,), float(number)), *grid])

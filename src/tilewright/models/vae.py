@@ -1,6 +1,6 @@
 """The interface of autoencoders to pipelines, and what autoencoders share.
 
-Pictures and clips are [B, T, H, W, 3] in [-1, 1], latents [B, t, h, w, C], channels last; pictures have one frame.
+Images and clips are [B, T, H, W, 3] in [-1, 1], latents [B, t, h, w, C], channels last; images have one frame.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Vae(Protocol):
     temporal_factor: int
 
     def encode(self, x_BTHWC: Tensor, *, tile: int | None = None) -> Tensor:
-        """Return latents [B, t, h, w, C] of pictures or clips [B, T, H, W, 3] in [-1, 1]: the mode, not a sample."""
+        """Return latents [B, t, h, w, C] of images or clips [B, T, H, W, 3] in [-1, 1]: the mode, not a sample."""
 
     def decode(self, latents_BTHWC: Tensor, *, tile: int | None = None) -> Tensor:
-        """Return pictures or clips [B, T, H, W, 3] of latents [B, t, h, w, C].
+        """Return images or clips [B, T, H, W, 3] of latents [B, t, h, w, C].
 
         `tile` is the height in pixels of the parts that are in memory at a time; None: as the memory allows.
         """

@@ -96,8 +96,8 @@ def _refuse_what_is_not_built(config: Config) -> None:
     for key in ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len"):
         if config.get(key) is not None:
             raise UnsupportedConfig(
-                f"config has {key} {config[key]!r}, expected null: a Wan transformer that reads a picture through CLIP "
-                "(Wan 2.1 image-to-video) is not supported; Wan 2.2 TI2V animates pictures"
+                f"config has {key} {config[key]!r}, expected null: a Wan transformer that reads an image through CLIP "
+                "(Wan 2.1 image-to-video) is not supported; Wan 2.2 TI2V animates images"
             )
     for key, built in (("qk_norm", "rms_norm_across_heads"), ("cross_attn_norm", True)):
         if config.get(key, built) != built:

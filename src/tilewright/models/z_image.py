@@ -1,7 +1,7 @@
 """Z-Image: its config and its transformer: latents and captions in, the velocity out.
 
-Picture and caption attend to each other as one sequence. T: packed tokens of all pictures, each its picture's rows,
-then its caption's, both padded to a multiple of 32 by learned rows; N: the picture's patches. All pictures of a batch
+Image and caption attend to each other as one sequence. T: packed tokens of all images, each its image's rows,
+then its caption's, both padded to a multiple of 32 by learned rows; N: the image's patches. All images of a batch
 are at the same noise level, so that one modulation holds for every row.
 """
 
@@ -57,7 +57,7 @@ class ZImageConfig:
         if integer(config, "n_kv_heads", 30) != num_heads:
             raise UnsupportedConfig(f"config has n_kv_heads {config.get('n_kv_heads')}, expected n_heads, {num_heads}")
         if config.get("siglip_feat_dim") is not None:
-            raise UnsupportedConfig("config has siglip_feat_dim: Z-Image-Omni, which reads pictures, is not supported")
+            raise UnsupportedConfig("config has siglip_feat_dim: Z-Image-Omni, which reads images, is not supported")
         if list(config.get("all_f_patch_size", (1,))) != [1] or len(config.get("all_patch_size", (2,))) != 1:
             raise UnsupportedConfig(
                 f"config has all_patch_size {config.get('all_patch_size')} and all_f_patch_size "
@@ -131,10 +131,10 @@ class Prepared:
     """Constants of a run's steps: refined captions, and the bounds and rope of every row."""
 
     grid: tuple[int, int]  # rows and columns of patches
-    pictures: PackedRows  # only the pictures
-    joint: PackedRows  # pictures with their captions
-    captions: tuple[Tensor, ...]  # refined and padded, of each picture [L_i, D]
-    picture_slices: tuple[slice, ...]  # each picture's part of the joint rows, with its padding
+    images: PackedRows  # only the images
+    joint: PackedRows  # images with their captions
+    captions: tuple[Tensor, ...]  # refined and padded, of each image [L_i, D]
+    image_slices: tuple[slice, ...]  # each image's part of the joint rows, with its padding
 
     @property
     def num_patches(self) -> int:
@@ -176,7 +176,7 @@ class ZImageBlock:
 
     def __call__(self, x_TD: Tensor, rows: PackedRows, condition: Tensor | None) -> None:
         """Update x; `condition` [1, 256] is the timestep's embedding, None if the block has no modulation."""
-        x = x_TD[None]  # the modulated norms take [pictures, rows, D]
+        x = x_TD[None]  # the modulated norms take [images, rows, D]
         scale1 = gate1 = scale2 = gate2 = None
         if self.modulation is not None and condition is not None:
             scale1, gate1, scale2, gate2 = self.modulation(condition).chunk(4, dim=1)
@@ -247,13 +247,13 @@ class ZImageTransformer:
         self.caption_embedding = GatheredLinear.named(
             "cap_embedder.1", width, config.caption_width, what="Z-Image caption width", bias=True
         )
-        self.picture_padding = Unpacked("x_pad_token", 1, width)
+        self.image_padding = Unpacked("x_pad_token", 1, width)
         self.caption_padding = Unpacked("cap_pad_token", 1, width)
         self.layers = [ZImageBlock(f"layers.{i}", config, is_modulated=True) for i in range(config.num_layers)]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.picture_padding.value.dtype
+        return self.image_padding.value.dtype
 
     def checkpoint_name(self, name: str) -> str | None:
         return name
@@ -261,13 +261,13 @@ class ZImageTransformer:
     def prepare(self, captions: Sequence[Tensor], owners: Sequence[int], height: int, width: int) -> Prepared:
         """Return the constants of a run's steps, for latents of `height` x `width`.
 
-        `captions` [L, caption width] are refined once each, though several pictures may share one: `owners[i]` is the
-        index of picture i's caption.
+        `captions` [L, caption width] are refined once each, though several images may share one: `owners[i]` is the
+        index of image i's caption.
         """
         patch = self.config.patch_size
         grid = height // patch, width // patch
         refined = self._refine(captions)
-        places = [_picture_places(grid, len(refined[owner])) for owner in owners]
+        places = [_image_places(grid, len(refined[owner])) for owner in owners]
         lengths = [len(place) for place in places]
         joint_places = [torch.cat([places[i], _caption_places(len(refined[owner]))]) for i, owner in enumerate(owners)]
         joint_lengths = [len(place) for place in joint_places]
@@ -281,24 +281,24 @@ class ZImageTransformer:
         )
 
     def __call__(self, latents: Tensor, time: float, prepared: Prepared, cache: StepCache | None = None) -> Tensor:
-        """Return the velocity, in the model's type, of latents [B, 1, h, w, C] at `time`: 0 is noise, 1 the picture."""
+        """Return the velocity, in the model's type, of latents [B, 1, h, w, C] at `time`: 0 is noise, 1 the image."""
         condition = self.time_embedding(time * self.config.time_scale)
-        num_pictures, num_patches = len(latents), prepared.num_patches
+        num_images, num_patches = len(latents), prepared.num_patches
         x_MD = self._embed_patches(latents, prepared)
         for block in self.noise_refiner:
             with scope():
-                block(x_MD, prepared.pictures, condition)
+                block(x_MD, prepared.images, condition)
         x_TD = empty((len(prepared.joint.cos), self.config.width), x_MD.dtype)
-        pictures = x_MD.view(num_pictures, -1, self.config.width)
-        for picture, caption, own in zip(pictures, prepared.captions, prepared.picture_slices, strict=True):
-            x_TD[own] = picture
+        images = x_MD.view(num_images, -1, self.config.width)
+        for image, caption, own in zip(images, prepared.captions, prepared.image_slices, strict=True):
+            x_TD[own] = image
             x_TD[own.stop : own.stop + len(caption)] = caption
         (cache or StepCache(0.0)).run(
             x_TD,
             lambda: self._run(self.layers[:1], x_TD, prepared.joint, condition),
             lambda: self._run(self.layers[1:], x_TD, prepared.joint, condition),
         )
-        patches = torch.cat([x_TD[own.start : own.start + num_patches] for own in prepared.picture_slices])
+        patches = torch.cat([x_TD[own.start : own.start + num_patches] for own in prepared.image_slices])
         return self._unpatchify(self.final(patches, condition), latents.shape)
 
     def _run(self, blocks: Sequence[ZImageBlock], x_TD: Tensor, rows: PackedRows, condition: Tensor) -> None:
@@ -307,13 +307,13 @@ class ZImageTransformer:
                 block(x_TD, rows, condition)
 
     def _embed_patches(self, latents: Tensor, prepared: Prepared) -> Tensor:
-        """Return rows of all pictures, padded [B * (N + padding), D]."""
+        """Return rows of all images, padded [B * (N + padding), D]."""
         batch, channels = latents.shape[0], latents.shape[-1]
         patch, (rows, columns) = self.config.patch_size, prepared.grid
         patches = latents.to(self.dtype).view(batch, rows, patch, columns, patch, channels).transpose(2, 3)
-        x = self.picture_padding.value.expand(len(prepared.pictures.cos), -1).clone().view(batch, -1, self.config.width)
-        for picture, own in zip(patches, x, strict=True):
-            self.patch_embedding(picture.reshape(rows * columns, -1), out=own[: rows * columns])
+        x = self.image_padding.value.expand(len(prepared.images.cos), -1).clone().view(batch, -1, self.config.width)
+        for image, own in zip(patches, x, strict=True):
+            self.patch_embedding(image.reshape(rows * columns, -1), out=own[: rows * columns])
         return x.view(-1, self.config.width)
 
     def _unpatchify(self, patches: Tensor, shape: torch.Size) -> Tensor:
@@ -360,8 +360,8 @@ def _caption_places(length: int) -> Tensor:
     return places
 
 
-def _picture_places(grid: tuple[int, int], caption_length: int) -> Tensor:
-    """Return positions [N + padding, 3] of a picture, after its caption on the first axis; padding is at 0."""
+def _image_places(grid: tuple[int, int], caption_length: int) -> Tensor:
+    """Return positions [N + padding, 3] of an image, after its caption on the first axis; padding is at 0."""
     rows, columns = grid
     num_patches = rows * columns
     places = torch.zeros(num_patches + -num_patches % LENGTH_MULTIPLE, 3, dtype=torch.int64)

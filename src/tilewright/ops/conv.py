@@ -1,6 +1,6 @@
-"""Convolutions: causal with carried state, and of pictures and clips; kernels in csrc/kernels/{conv,conv3d}.
+"""Convolutions: causal with carried state, and of images and clips; kernels in csrc/kernels/{conv,conv3d}.
 
-Pictures and clips are channels last, with the weight packed once. B pictures or clips, T frames, H rows, W columns, C
+Images and clips are channels last, with the weight packed once. B images or clips, T frames, H rows, W columns, C
 channels in, O out.
 """
 
@@ -73,7 +73,7 @@ class PackedConvWeight:
 
 @dataclass(frozen=True)
 class PackedUpsampleWeight:
-    """A 3 x 3 convolution of pictures upsampled by two by repeating pixels, as four 2 x 2 convolutions.
+    """A 3 x 3 convolution of images upsampled by two by repeating pixels, as four 2 x 2 convolutions.
 
     Each gives every other row and column of the result: the taps on repetitions of one pixel are added up. That is 16
     taps for four pixels instead of 36.
@@ -183,7 +183,7 @@ def conv2d(
     `padding` is (top, bottom, left, right): zeros around x. With `upsample`, x is first upsampled by two (nearest)
     without a copy. `activation` as for `linear`; `residual` has the shape and type of the result and may be `out`,
     which may be strided by row and pixel. `norm` [B, 3, C] fp32 are means, factors and biases: x is read as
-    norm_activation((x - mean) * factor + bias) before it is padded (`group_norm_table`). A Conv1d is a picture of one
+    norm_activation((x - mean) * factor + bias) before it is padded (`group_norm_table`). A Conv1d is an image of one
     row.
     """
     if x.dim() != 4:

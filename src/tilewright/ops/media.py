@@ -1,7 +1,7 @@
-"""Preprocessing of media: pictures to patches, sounds to log-mel frames; kernels in csrc/kernels/{image,mel}.
+"""Preprocessing of media: images to patches, sounds to log-mel frames; kernels in csrc/kernels/{image,mel}.
 
-The convolution that turns pictures into patch vectors is a packed linear: its stride equals its kernel, so each patch
-is one row of a matrix product. A still picture has one frame: transformers repeats it over the kernel's time axis, we
+The convolution that turns images into patch vectors is a packed linear: its stride equals its kernel, so each patch
+is one row of a matrix product. A still image has one frame: transformers repeats it over the kernel's time axis, we
 sum the kernel over time instead, which halves pixels and products.
 """
 
@@ -24,7 +24,7 @@ Filter = Literal["bicubic", "bilinear"]
 
 @op
 def resize(image: Tensor, height: int, width: int, filter: Filter = "bicubic", *, out: Tensor | None = None) -> Tensor:
-    """Return an 8-bit RGB picture [H, W, 3], or frames [F, H, W, 3], resized to [height, width].
+    """Return an 8-bit RGB image [H, W, 3], or frames [F, H, W, 3], resized to [height, width].
 
     Equal to Pillow 13's bit for bit; before 13 it always ran the horizontal pass first. Rows may have a stride. `out`
     must not overlap `image`.
@@ -51,11 +51,11 @@ def patches(
     dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return patches [N, 3 * Tp * P * P] of an 8-bit RGB picture [H, W, 3] or video [F, H, W, 3], resized first.
+    """Return patches [N, 3 * Tp * P * P] of an 8-bit RGB image [H, W, 3] or video [F, H, W, 3], resized first.
 
     Rows are ordered by frame group, then by (y, x) of the merged patch, then by (y, x) within it; a row is
     [channel][frame][y][x] of (pixel * rescale - mean) / std. A still has one frame: Tp is 1. `out` may be a slice of
-    rows of a larger buffer that holds all pictures of a request.
+    rows of a larger buffer that holds all images of a request.
     """
     if out is None:
         frames = image.shape[0] if image.dim() == 4 else 1

@@ -28,7 +28,7 @@ from tilewright.diffusion.prompts import check_length
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.models import qwen2_5_vl
 from tilewright.models.qwen2_5_vl import SeeingEncoder, WindowedVisionConfig
-from tilewright.models.qwen3_vl.preprocessing import picture_size, read_preprocessing
+from tilewright.models.qwen3_vl.preprocessing import image_size, read_preprocessing
 from tilewright.models.qwen_image import References
 from tilewright.ops import backend
 from tilewright.types import RequestError
@@ -85,7 +85,7 @@ class QwenImageEdit(QwenImage):
         """Return hidden states [M, D] of each prompt, with the pictures' features."""
         tokenizer = self.components.tokenizer()
         seen = [_resized(picture, SEEN_AREA if self.takes_several else AREA) for picture in given]
-        sizes = [picture_size(one.height, one.width, self.preprocessing, "image") for one in seen]
+        sizes = [image_size(one.height, one.width, self.preprocessing, "image") for one in seen]
         rows = [self._patches(one, size) for one, size in zip(seen, sizes, strict=True)]
         patch = self.preprocessing.patch_size
         grids = [(height // patch, width // patch) for height, width in sizes]
@@ -106,12 +106,12 @@ class QwenImageEdit(QwenImage):
             shown = "".join(f"Picture {number}: {PICTURE}" for number in range(1, len(grids) + 1))
         ids = tokenizer.encode(TEMPLATE.format(shown + prompt))
         check_length(ids, self.limits.max_prompt_tokens)
-        if ids.count(encoder.picture_token) != len(grids):
+        if ids.count(encoder.image_token) != len(grids):
             raise RequestError("the prompt has <|image_pad|>, the token of a picture, expected text", param="prompt")
         counts = iter(rows * columns // self.preprocessing.merge_size**2 for rows, columns in grids)
         expanded: list[int] = []
         for token in ids:
-            expanded += [token] * next(counts) if token == encoder.picture_token else [token]
+            expanded += [token] * next(counts) if token == encoder.image_token else [token]
         return expanded
 
     def _patches(self, picture: Image.Image, size: tuple[int, int]) -> Tensor:

@@ -183,7 +183,7 @@ class PredictorDrafter:
             for index, chunk in enumerate(step.chunks):
                 self._is_read[index] &= chunk.start < chunk.sequence.num_prompt_tokens
         self.runner.keeps_hidden = any(self._is_read)
-        # The time of other steps depends on their prompts and pictures.
+        # The time of other steps depends on their prompts and images.
         self._only_decodes = all(chunk.num_sampled == chunk.num_tokens for chunk in step.chunks)
         self._began_s = self.clock()
 

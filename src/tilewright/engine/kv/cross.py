@@ -1,4 +1,4 @@
-"""Keys and values of cross-attention: groups of adjacent pictures, and the cache of their pages, by content."""
+"""Keys and values of cross-attention: groups of adjacent images, and the cache of their pages, by content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from tilewright.types import Medium
 
 
-@dataclass(frozen=True, eq=False)  # eq=False: the same pictures may come twice in a prompt, as two groups with one key
+@dataclass(frozen=True, eq=False)  # eq=False: the same images may come twice in a prompt, as two groups with one key
 class CrossGroup:
     """Media with adjacent placeholders. Tokens `start` .. `stop` see those of them up to their own position.
 

@@ -38,7 +38,7 @@ class Costs:
     """Costs of the text model, without a vision tower.
 
     Cross-attention layers, which only tokens that see encoder states go through, are counted separately (`cross_...`).
-    The tower's work and the keys and values of pictures, computed once per picture, are not counted.
+    The tower's work and the keys and values of images, computed once per image, are not counted.
     """
 
     weight_bytes_per_step: int  # of a step with one token: each packed weight once, only the selected experts

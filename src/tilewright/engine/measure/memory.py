@@ -17,9 +17,9 @@ from tilewright.host.memory import available_bytes, parse_bytes
 from tilewright.models.protocol import Model
 from tilewright.types import RequestError
 
-# Share of the memory that is free after loading; the rest is for activations, pictures and other programs.
+# Share of the memory that is free after loading; the rest is for activations, images and other programs.
 KV_SHARE = 0.5
-# Share of that for encoder states: a picture of Llama-3.2-Vision takes as much as 1,600 tokens of text.
+# Share of that for encoder states: an image of Llama-3.2-Vision takes as much as 1,600 tokens of text.
 CROSS_SHARE = 0.25
 # Share of that for states of recurrent layers. One of Qwen3.5 takes as much as 1,500 to 2,300 tokens of text, and an
 # answer needs about three, two of them snapshots: with some 6,000 tokens each, pages and slots run out together.

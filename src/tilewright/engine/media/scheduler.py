@@ -134,7 +134,7 @@ class MediaScheduler(SequenceResource):
     def _prepare_group(self, step: Step, sequence: Sequence, group: CrossGroup) -> bool:
         """Return whether a group is ready in this step: it has pages, filled before or during it.
 
-        Adjacent pictures that are too many for one step are encoded over several.
+        Adjacent images that are too many for one step are encoded over several.
         """
         if not self._has_pages(sequence, group):
             return False

@@ -98,7 +98,7 @@ def build_runner(
     )
 
 
-# Most media rows of a recorded encoder pass: 16 pictures of 512 x 512. Larger passes keep a GPU busy anyway.
+# Most media rows of a recorded encoder pass: 16 images of 512 x 512. Larger passes keep a GPU busy anyway.
 MAX_CAPTURED_MEDIA_ROWS = 16384
 # Sequences of a recorded step on a device; a step with fewer is padded to the next of these.
 CAPTURED_SEQUENCES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)

@@ -89,7 +89,7 @@ class Scheduler:
     def schedule(self) -> Step:
         """Return the next step: a token of every decoding sequence, then prompts; empty only without work.
 
-        It may have media to encode and no chunks, if adjacent pictures are encoded over several steps.
+        It may have media to encode and no chunks, if adjacent images are encoded over several steps.
         """
         while True:
             step = Step()

@@ -18,16 +18,16 @@ class StepLimits:
 
     A step's weights are read once: at 20 GB/s and 1 TFLOP/s in bf16, reading costs as much as computing 50 rows. At
     1,024 tokens it is 5 % of the step, and larger steps gain nothing but make decoding sequences wait longer. A few
-    more let a picture of 1024 x 1024, 1,024 features, fit one step with its question: 18 left-over tokens took another
+    more let an image of 1024 x 1024, 1,024 features, fit one step with its question: 18 left-over tokens took another
     0.2 of 3.3 seconds.
     """
 
     max_context: int
     max_tokens_per_step: int = 1152
     max_sequences: int = 64
-    # Two pictures of 1024 x 1024 with patches of 16 pixels; the encoder's products peak at far fewer rows.
+    # Two images of 1024 x 1024 with patches of 16 pixels; the encoder's products peak at far fewer rows.
     max_encode_patches: int = 8192
-    # Two pictures of 512 x 512, or a single larger one, while others wait for the next token of their answers.
+    # Two images of 512 x 512, or a single larger one, while others wait for the next token of their answers.
     max_encode_patches_beside_decodes: int = 2048
     # Below the 50 rows at which computing costs as much as reading the weights, a rejected draft costs little.
     max_rows_with_drafts: int = 32

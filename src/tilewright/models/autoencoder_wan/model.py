@@ -43,12 +43,12 @@ STD += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
 
 @dataclass(frozen=True)
 class WanAutoencoderConfig:
-    in_channels: int  # channels of the network's input: a picture's times the patch's pixels
+    in_channels: int  # channels of the network's input: an image's times the patch's pixels
     out_channels: int
     latent_channels: int
     encoder_width: int
     decoder_width: int
-    multipliers: tuple[int, ...]  # of the width in each stage, from the picture to the latents
+    multipliers: tuple[int, ...]  # of the width in each stage, from the image to the latents
     num_resnets: int  # of an encoder stage; a decoder stage has one more
     halves_time: tuple[bool, ...]  # for each step between stages: whether it halves frames, beside rows and columns
     has_shortcuts: bool  # around whole stages, as in Wan 2.2
@@ -74,10 +74,10 @@ class WanAutoencoderConfig:
         for key, values in (("latents_mean", mean), ("latents_std", std)):
             if len(values) != latent_channels:
                 raise UnsupportedConfig(f"config has {len(values)} {key}, expected {latent_channels}, its z_dim")
-        picture_channels = integer(config, "input_channels", 3)  # Qwen-Image's name for channels of input and output
+        image_channels = integer(config, "input_channels", 3)  # Qwen-Image's name for channels of input and output
         return cls(
-            in_channels=integer(config, "in_channels", picture_channels),
-            out_channels=integer(config, "out_channels", picture_channels),
+            in_channels=integer(config, "in_channels", image_channels),
+            out_channels=integer(config, "out_channels", image_channels),
             latent_channels=latent_channels,
             encoder_width=width,
             decoder_width=decoder_width,
@@ -214,7 +214,7 @@ class WanDecoder:
 
 
 class AutoencoderWan:
-    """A `models.vae.Vae` of clips, and of pictures as clips of one frame."""
+    """A `models.vae.Vae` of clips, and of images as clips of one frame."""
 
     def __init__(self, config: WanAutoencoderConfig) -> None:
         self.config = config
@@ -239,8 +239,8 @@ class AutoencoderWan:
 
         `tile` is the side of the tiles in which the large maps are computed, in pixels; None: as the memory allows.
         """
-        picture_channels = self.config.in_channels // self.config.patch_size**2
-        check_shape("the clip to encode", x_BTHWC, picture_channels, self.spatial_factor)
+        image_channels = self.config.in_channels // self.config.patch_size**2
+        check_shape("the clip to encode", x_BTHWC, image_channels, self.spatial_factor)
         num_frames = x_BTHWC.shape[1]
         if (num_frames - 1) % self.temporal_factor:
             raise RequestError(

@@ -17,7 +17,7 @@ from tilewright.models.text_config import Config, Shapes, decoder_config, intege
 from tilewright.types import UnsupportedConfig
 
 TEXT, VISION, PROJECTOR = "model.language_model", "model.vision_model", "model.multi_modal_projector"
-NUM_EXTRA_EMBEDDINGS = 8  # including the picture's token
+NUM_EXTRA_EMBEDDINGS = 8  # including the image's token
 UNSAID = {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0}  # defaults of a config
 # Names in released checkpoints -> names saved by newer tools.
 _RENAMED = {

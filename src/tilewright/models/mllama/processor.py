@@ -1,6 +1,6 @@
-"""Turns messages or prompts with pictures into Llama-3.2-Vision's inputs: ids, positions, and tiles.
+"""Turns messages or prompts with images into Llama-3.2-Vision's inputs: ids, positions, and tiles.
 
-A picture becomes tiles: their arrangement, its size within them, and the scaling of pixels.
+An image becomes tiles: their arrangement, its size within them, and the scaling of pixels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DEFAULT_MEAN, _DEFAULT_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 
 
 @dataclass(frozen=True)
 class MllamaPreprocessing:
-    """The conversion of pixels to tiles of patches. All of it is part of a picture's key."""
+    """The conversion of pixels to tiles of patches. All of it is part of an image's key."""
 
     tile_size: int
     patch_size: int
@@ -54,7 +54,7 @@ class MllamaPreprocessing:
 
 @dataclass(frozen=True)
 class Fit:
-    """A picture's rows and columns of tiles, and its size in their upper left corner; the rest is black."""
+    """An image's rows and columns of tiles, and its size in their upper left corner; the rest is black."""
 
     tiling: tuple[int, int]
     height: int
@@ -72,7 +72,7 @@ def read_preprocessing(config: Mapping[str, Any], folder: str | Path | None) -> 
         ("max_image_tiles", settings.get("max_image_tiles", vision["max_num_tiles"]), vision["max_num_tiles"]),
     ):
         if given != expected:
-            raise CheckpointError(f"picture preprocessing has {name} {given}, the vision config asks for {expected}")
+            raise CheckpointError(f"image preprocessing has {name} {given}, the vision config asks for {expected}")
     listed = [tuple(pair) for pair in vision.get("supported_aspect_ratios") or arrangements(vision["max_num_tiles"])]
     if listed != arrangements(vision["max_num_tiles"]):
         raise CheckpointError(
@@ -80,10 +80,10 @@ def read_preprocessing(config: Mapping[str, Any], folder: str | Path | None) -> 
         )
     for name in ("do_resize", "do_pad"):
         if not settings.get(name, True):
-            raise CheckpointError(f"picture preprocessing has {name} false: a picture must fill whole tiles")
+            raise CheckpointError(f"image preprocessing has {name} false: an image must fill whole tiles")
     resample = settings.get("resample", 2)
     if resample not in _FILTERS:
-        raise CheckpointError(f"picture preprocessing has resample {resample}, expected 2 (bilinear) or 3 (bicubic)")
+        raise CheckpointError(f"image preprocessing has resample {resample}, expected 2 (bilinear) or 3 (bicubic)")
     normalize = settings.get("do_normalize", True)
     return MllamaPreprocessing(
         tile_size=vision["image_size"],
@@ -106,7 +106,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 
 def fit(height: int, width: int, settings: MllamaPreprocessing) -> Fit:
-    """Choose a picture's tiles: the least enlargement that fills them, else the least shrinking.
+    """Choose an image's tiles: the least enlargement that fills them, else the least shrinking.
 
     Of several with the same scale, those of the least area. It is enlarged at most to the side of one tile.
     """
@@ -127,7 +127,7 @@ def fit(height: int, width: int, settings: MllamaPreprocessing) -> Fit:
 
 
 def _size_within(height: int, width: int, canvas_height: int, canvas_width: int, tile: int) -> tuple[int, int]:
-    """Return the size with the picture's aspect ratio, each side between a tile and the canvas if possible."""
+    """Return the size with the image's aspect ratio, each side between a tile and the canvas if possible."""
     most_height = min(max(height, tile), canvas_height)
     most_width = min(max(width, tile), canvas_width)
     scale_height, scale_width = most_height / height, most_width / width
@@ -160,21 +160,21 @@ class MllamaProcessor(MediaProcessor):
         self._state_width: int = config["text_config"]["hidden_size"]
 
     @property
-    def picture_token_ids(self) -> tuple[int, ...]:
+    def image_token_ids(self) -> tuple[int, ...]:
         return (self.image_token_id,)
 
     def _prompt_ids(
         self, text: str | None, token_ids: Sequence[int] | None, budget: TextBudget | None
     ) -> Sequence[int]:
-        """Add the beginning-of-text token to a text without one, after the pictures it begins with."""
+        """Add the beginning-of-text token to a text without one, after the images it begins with."""
         if text is None or token_ids is not None:
             return super()._prompt_ids(text, token_ids, budget)
         ids = self.tokenizer.encode(text, budget=budget)
         begin = self.tokenizer.bos_token_id
         if begin is None or begin in ids:
             return ids
-        num_pictures = next((place for place, token_id in enumerate(ids) if token_id != self.image_token_id), len(ids))
-        return [*ids[:num_pictures], begin, *ids[num_pictures:]]
+        num_images = next((place for place, token_id in enumerate(ids) if token_id != self.image_token_id), len(ids))
+        return [*ids[:num_images], begin, *ids[num_images:]]
 
     def _place(self, ids: Sequence[int], media: Sequence[PreparedMedium]) -> Placement:
         places = [place for place, token_id in enumerate(ids) if token_id == self.image_token_id]
@@ -190,17 +190,17 @@ class MllamaProcessor(MediaProcessor):
 
     def _prepare(self, part: MediaPart) -> PreparedMedium:
         settings = self.settings
-        picture = self.opener.open_image(part, self.limits)
-        fitted = fit(picture.height, picture.width, settings)
+        image = self.opener.open_image(part, self.limits)
+        fitted = fit(image.height, image.width, settings)
         num_tiles, side = fitted.tiling[0] * fitted.tiling[1], settings.patches_per_side
 
         def write(rows: Tensor) -> None:
-            self._write_patches(self._canvas(torch.from_numpy(picture.decode()), fitted), rows)
+            self._write_patches(self._canvas(torch.from_numpy(image.decode()), fitted), rows)
 
         return PreparedMedium(
             part.name,
             "image",
-            key=content_key(picture.digest, "tiles", fitted, settings),
+            key=content_key(image.digest, "tiles", fitted, settings),
             grid=(num_tiles, side, side),
             num_rows=num_tiles * side**2,
             encoder_rows=settings.max_tiles * side**2,  # padding tiles cost the encoder as much
@@ -234,7 +234,7 @@ class MllamaProcessor(MediaProcessor):
         )
 
     def _canvas(self, pixels: Tensor, fitted: Fit) -> Tensor:
-        """Return the picture in the upper left corner of its tiles, 8-bit RGB."""
+        """Return the image in the upper left corner of its tiles, 8-bit RGB."""
         rows, columns = fitted.tiling
         size = self.settings.tile_size
         canvas = torch.zeros((rows * size, columns * size, NUM_CHANNELS), dtype=torch.uint8)

@@ -1,9 +1,9 @@
-"""The vision tower of Llama-3.2-Vision: the tiles of a picture in, encoder states that text attends to out.
+"""The vision tower of Llama-3.2-Vision: the tiles of an image in, encoder states that text attends to out.
 
-N: patches of all tiles, each tile's class token first. A picture is padded to the largest number of tiles, and each
-tile to a multiple of 8 rows. Two rows of padding do not attend to each other, any other two do. So the picture's own
+N: patches of all tiles, each tile's class token first. An image is padded to the largest number of tiles, and each
+tile to a multiple of 8 rows. Two rows of padding do not attend to each other, any other two do. So the image's own
 rows come first and padding after them: the former attend to all keys, padding to the former, and attention is two calls
-without a mask. Padding cannot be left out: the picture's rows attend to it. Some weights are combined from several
+without a mask. Padding cannot be left out: the image's rows attend to it. Some weights are combined from several
 tensors when they are loaded.
 """
 
@@ -204,14 +204,14 @@ class MllamaVisionConfig:
 
 
 def arrangements(max_tiles: int) -> list[tuple[int, int]]:
-    """Return every (rows, columns) of tiles for a picture. The id of one is its index in the list, plus 1."""
+    """Return every (rows, columns) of tiles for an image. The id of one is its index in the list, plus 1."""
     sides = range(1, max_tiles + 1)
     return [(rows, columns) for rows in sides for columns in sides if rows * columns <= max_tiles]
 
 
 @dataclass(frozen=True)
 class TileRows:
-    """Rows of each tile: `num_tiles` tiles of the picture, their padding, then tiles of padding."""
+    """Rows of each tile: `num_tiles` tiles of the image, their padding, then tiles of padding."""
 
     num_tiles: int
     max_tiles: int
@@ -268,7 +268,7 @@ class VisionLayer:
         )
 
     def __call__(self, x_ND: Tensor, num_real: int, num_wanted: int) -> None:
-        """Update the first `num_wanted` rows, which are all or those of the picture."""
+        """Update the first `num_wanted` rows, which are all or those of the image."""
         heads = self.num_heads
         qkv = self.qkv(self.norm1(x_ND)).view(len(x_ND), 3 * heads, self.config.head_width)
         q, k, v = qkv.split(heads, dim=1)
@@ -301,7 +301,7 @@ class MllamaVisionTower:
         self.config = config
         width, tiles = config.width, config.max_tiles
         self.arrangements = tuple(arrangements(tiles))
-        num_ids = 1 + len(self.arrangements)  # id 0: no picture
+        num_ids = 1 + len(self.arrangements)  # id 0: no image
         patch = config.patch_size
         own = partition.current()
         self._group, columns = own.group, own.width("patch embedding", width)
@@ -327,9 +327,9 @@ class MllamaVisionTower:
         self.projector = GatheredLinear(projector, output_width, rows)
 
     def __call__(self, batch: MediaBatch) -> list[Tensor]:
-        """Return the states [tiles * rows per tile, output width] of each picture.
+        """Return the states [tiles * rows per tile, output width] of each image.
 
-        One by one: a picture with its padding is 6,432 rows, more at once gain nothing.
+        One by one: an image with its padding is 6,432 rows, more at once gain nothing.
         """
         return [self._encode(item, batch.rows([item])) for item in batch.items]
 

@@ -1,6 +1,6 @@
 """The config of Qwen3-Omni, with the released models' values as defaults.
 
-The thinker reads text, pictures, videos and sound; the talker, a code predictor and code2wav speak its answers.
+The thinker reads text, images, videos and sound; the talker, a code predictor and code2wav speak its answers.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class OmniThinker(DecoderModel):
         return self.decoder(batch)
 
     def encode(self, batch: MediaBatch) -> list[Tensor]:
-        """Return the features of each item; those of pictures and videos include deepstack's, sounds have none."""
+        """Return the features of each item; those of images and videos include deepstack's, sounds have none."""
         features: dict[int, Tensor] = {}
         for tower, is_sound in ((self.vision, False), (self.audio, True)):
             order = [i for i, item in enumerate(batch.items) if (item.kind == "audio") == is_sound]

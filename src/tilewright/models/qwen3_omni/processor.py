@@ -24,7 +24,7 @@ from tilewright.inputs.processor import Placement, PreparedMedium
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.inputs.video import OpenedVideo, SampledFrames
 from tilewright.models.qwen3_omni.config import AudioConfig, MediaTokens
-from tilewright.models.qwen3_vl.preprocessing import Preprocessing, picture_size
+from tilewright.models.qwen3_vl.preprocessing import Preprocessing, image_size
 from tilewright.models.qwen3_vl.processor import Qwen3VlProcessor
 from tilewright.models.text_config import integer
 from tilewright.ops.media import HOP, MIN_SAMPLES, SAMPLE_RATE, WINDOW, log_mel
@@ -33,11 +33,11 @@ from tilewright.types import MediaKind, RequestError, Span
 # Merged patches of one frame, and of all frames of a video: the arguments of the released processor.
 _MIN_FRAME_TOKENS, _MAX_FRAME_TOKENS = 128, 768
 _MAX_VIDEO_TOKENS = 115_200
-# Windows of attention encoded at once: 32 seconds with the released config, as much work as a picture of 500 x 500. A
+# Windows of attention encoded at once: 32 seconds with the released config, as much work as an image of 500 x 500. A
 # longer sound continues in the next step, so that other answers do not wait for all of it.
 _WINDOWS_PER_PIECE = 4
-# Budgets are counted in patches; the tower does twice as much work for a feature of a sound as for a patch of a
-# picture.
+# Budgets are counted in patches; the tower does twice as much work for a feature of a sound as for a patch of an
+# image.
 ROWS_PER_FEATURE = 2
 
 
@@ -106,7 +106,7 @@ def frame_size(video: OpenedVideo, num_sampled: int, settings: Preprocessing) ->
     most = max(min(_MAX_FRAME_TOKENS, share), int(_MIN_FRAME_TOKENS * 1.05))
     area = settings.factor**2
     bounded = replace(settings, min_pixels=_MIN_FRAME_TOKENS * area, max_pixels=most * area)
-    return picture_size(video.height, video.width, bounded, video.name)
+    return image_size(video.height, video.width, bounded, video.name)
 
 
 def seconds_per_group(video: OpenedVideo, num_sampled: int, settings: Preprocessing) -> float:
@@ -201,7 +201,7 @@ class _Prompt:
         return groups * rows * columns // self._merge_size**2
 
     def _time(self, medium: PreparedMedium, group: int) -> int:
-        """Return the time of a group of frames, in positions after its video's start; 0 for a picture."""
+        """Return the time of a group of frames, in positions after its video's start; 0 for an image."""
         return int(medium.times_s[group] * self._positions_per_second) if medium.times_s else 0
 
     def _add_joined(self, video: PreparedMedium) -> None:
@@ -227,7 +227,7 @@ class _Prompt:
         self._next_position = begin + count
 
     def _add_group(self, medium: PreparedMedium, group: int, first: int) -> None:
-        """Append a picture, or a group of frames of a video that starts at position `first`."""
+        """Append an image, or a group of frames of a video that starts at position `first`."""
         rows, columns = (side // self._merge_size for side in medium.grid[1:])
         self._add_span(medium, Span(len(self._ids), rows * columns))
         self._ids += [self._tokens.image if medium.kind == "image" else self._tokens.video] * (rows * columns)

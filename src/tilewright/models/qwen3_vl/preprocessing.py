@@ -1,4 +1,4 @@
-"""Preprocessing of pictures and videos as a Qwen3-VL checkpoint describes it: sizes, sampling, timestamps."""
+"""Preprocessing of images and videos as a Qwen3-VL checkpoint describes it: sizes, sampling, timestamps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DEFAULT_SIZES = {
 class Preprocessing:
     """The conversion of pixels of one kind of media to patches. All of it is part of a medium's key."""
 
-    min_pixels: int  # of a picture, or of all frames of a video together
+    min_pixels: int  # of an image, or of all frames of a video together
     max_pixels: int
     patch_size: int
     merge_size: int
@@ -108,13 +108,13 @@ def read_preprocessing(
 
 
 def _given_settings(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config's entries for pictures; their sizes do not apply to videos, which count all frames."""
+    """Return the config's entries for images; their sizes do not apply to videos, which count all frames."""
     given = config.get("preprocessor_config") or {}
     return {name: value for name, value in given.items() if kind == "image" or not name.endswith("_pixels")}
 
 
 def _read_settings(kind: str, folder: Path) -> dict[str, Any]:
-    """Return the first of: the section of processor_config.json, the kind's own file, the one for pictures."""
+    """Return the first of: the section of processor_config.json, the kind's own file, the one for images."""
     section = read_optional_json(folder / "processor_config.json").get(f"{kind}_processor")
     if section:
         return dict(section)
@@ -123,8 +123,8 @@ def _read_settings(kind: str, folder: Path) -> dict[str, Any]:
     return read_optional_json(folder / "preprocessor_config.json")
 
 
-def picture_size(height: int, width: int, settings: Preprocessing, name: str) -> tuple[int, int]:
-    """Return the size a picture is resized to: multiples of the merged patch, within the budget of pixels."""
+def image_size(height: int, width: int, settings: Preprocessing, name: str) -> tuple[int, int]:
+    """Return the size an image is resized to: multiples of the merged patch, within the budget of pixels."""
     _check_aspect_ratio(height, width, name)
     return _fit(height, width, 1, 1, settings.factor, settings.min_pixels, settings.max_pixels)
 

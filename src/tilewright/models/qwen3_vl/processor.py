@@ -1,4 +1,4 @@
-"""Turns messages or prompts with pictures and videos into Qwen3-VL's inputs: ids, three axes of positions, patches."""
+"""Turns messages or prompts with images and videos into Qwen3-VL's inputs: ids, three axes of positions, patches."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tilewright.inputs.video import OpenedVideo, SampledFrames
 from tilewright.models.qwen3_vl.preprocessing import (
     Preprocessing,
     group_times,
+    image_size,
     num_sampled_frames,
-    picture_size,
     read_preprocessing,
     sample_indices,
     video_size,
@@ -39,7 +39,7 @@ _Run = tuple[MediaKind, int, int]  # kind, start, length
 
 @dataclass(frozen=True)
 class Placeholders:
-    """Ids of the tokens that stand for media, and of those around each picture and each group of frames."""
+    """Ids of the tokens that stand for media, and of those around each image and each group of frames."""
 
     of_kind: Mapping[MediaKind, int]
     start: int
@@ -121,7 +121,7 @@ class _Prompt:
         self._ids: list[int] = []
         self._positions: list[np.ndarray] = []
         self._next_position = 0
-        self._spans: dict[int, tuple[PreparedMedium, list[Span]]] = {}  # by identity: a picture may occur twice
+        self._spans: dict[int, tuple[PreparedMedium, list[Span]]] = {}  # by identity: an image may occur twice
 
     def add_text(self, ids: Sequence[int]) -> None:
         self._ids += ids
@@ -130,7 +130,7 @@ class _Prompt:
         self._next_position += len(ids)
 
     def group_length(self, medium: PreparedMedium) -> int:
-        """Return the number of features of a picture, or of a group of a video's frames."""
+        """Return the number of features of an image, or of a group of a video's frames."""
         return medium.grid[1] * medium.grid[2] // self._merge_size**2
 
     def add_group(self, token_id: int, medium: PreparedMedium) -> None:
@@ -182,7 +182,7 @@ class Qwen3VlProcessor(MediaProcessor):
         self._feature_width = vision.num_outputs * vision.output_width
         self.image = read_preprocessing("image", config, folder)
         self.video = read_preprocessing("video", config, folder)
-        # A row is a patch of a picture; a patch of a video takes as many rows as a group has frames.
+        # A row is a patch of an image; a patch of a video takes as many rows as a group has frames.
         buffer = MediaBuffer(NUM_CHANNELS * self.image.patch_size**2, dtype)
         super().__init__(tokenizer, template, limits, opener, buffer)
         self.placeholders = Placeholders(
@@ -192,7 +192,7 @@ class Qwen3VlProcessor(MediaProcessor):
         )
 
     @property
-    def picture_token_ids(self) -> tuple[int, ...]:
+    def image_token_ids(self) -> tuple[int, ...]:
         return self.placeholders.start, self.placeholders.of_kind["image"], self.placeholders.end
 
     def _place(self, ids: Sequence[int], media: Sequence[PreparedMedium]) -> Placement:
@@ -200,7 +200,7 @@ class Qwen3VlProcessor(MediaProcessor):
         return place(ids, media, self.placeholders, self.image.merge_size, self.tokenizer.encode)
 
     def _prepare(self, part: MediaPart) -> PreparedMedium:
-        return self._prepare_picture(part) if part.kind == "image" else self._prepare_video(part)
+        return self._prepare_image(part) if part.kind == "image" else self._prepare_video(part)
 
     def _value_sizes(self, given: Precomputed, name: str) -> ValueSizes:
         self._check_given(given, name)
@@ -231,7 +231,7 @@ class Qwen3VlProcessor(MediaProcessor):
     def _check_given(self, given: Precomputed, name: str) -> None:
         """Raise RequestError for tiles, and for groups of frames without their times, or times without frames."""
         if given.tiling != (1, 1):
-            raise RequestError(f"{name}: tiling is {given.tiling}, and this model does not tile pictures")
+            raise RequestError(f"{name}: tiling is {given.tiling}, and this model does not tile images")
         if given.kind == "image" and given.grid[0] != 1:
             raise RequestError(f"{name}: grid is {given.grid}, expected 1 frame")
         num_groups = given.grid[0] if given.kind == "video" else 0
@@ -240,19 +240,19 @@ class Qwen3VlProcessor(MediaProcessor):
         if given.times_s:
             check_duration(given.times_s[-1], name, self.limits)
 
-    def _prepare_picture(self, part: MediaPart) -> PreparedMedium:
+    def _prepare_image(self, part: MediaPart) -> PreparedMedium:
         settings = self.image
-        picture = self.opener.open_image(part, self.limits)
-        height, width = picture_size(picture.height, picture.width, settings, part.name)
+        image = self.opener.open_image(part, self.limits)
+        height, width = image_size(image.height, image.width, settings, part.name)
         grid = (1, height // settings.patch_size, width // settings.patch_size)
 
         def write(rows: Tensor) -> None:
-            _write_patches(torch.from_numpy(picture.decode()), (height, width), 1, settings, rows)
+            _write_patches(torch.from_numpy(image.decode()), (height, width), 1, settings, rows)
 
         return PreparedMedium(
             part.name,
             "image",
-            key=content_key(picture.digest, "image", height, width, settings),
+            key=content_key(image.digest, "image", height, width, settings),
             grid=grid,
             num_rows=math.prod(grid),
             encoder_rows=math.prod(grid),

@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL: patches of several pictures and videos in, features of each out, in one pass.
+"""The vision tower of Qwen3-VL: patches of several images and videos in, features of each out, in one pass.
 
 N: patches of all media, ordered by merged squares of 2 x 2. Attention stays within a frame.
 """
@@ -31,7 +31,7 @@ from tilewright.weights.spec import stacked
 
 EPS = 1e-6
 ROPE_THETA = 10000.0
-# Grids whose position embeddings are cached: 9 MB each for a picture of 1024 x 1024 in the largest tower.
+# Grids whose position embeddings are cached: 9 MB each for an image of 1024 x 1024 in the largest tower.
 MAX_CACHED_GRIDS = 8
 
 

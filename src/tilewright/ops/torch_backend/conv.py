@@ -1,4 +1,4 @@
-"""Causal convolution over time with carried state, and convolutions over pictures and clips, channels last."""
+"""Causal convolution over time with carried state, and convolutions over images and clips, channels last."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _convolve(frames: Tensor, weight: Tensor, bias: Tensor | None, stride: Tripl
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         if weight.shape[2] > 1 or stride[0] > 1:
             return functional.conv3d(frames, weight, bias, stride)
-        # cuDNN has more and faster kernels for pictures than for clips of one frame.
-        pictures = frames.movedim(2, 1).flatten(0, 1).contiguous(memory_format=torch.channels_last)
-        y = functional.conv2d(pictures, weight[:, :, 0], bias, stride[1:])
+        # cuDNN has more and faster kernels for images than for clips of one frame.
+        images = frames.movedim(2, 1).flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        y = functional.conv2d(images, weight[:, :, 0], bias, stride[1:])
         return y.unflatten(0, (frames.shape[0], -1)).movedim(1, 2)

@@ -1,4 +1,4 @@
-"""Picture preprocessing, equal to the kernels' bit for bit, and log-mel spectrograms."""
+"""Image preprocessing, equal to the kernels' bit for bit, and log-mel spectrograms."""
 
 from collections.abc import Sequence
 
