@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tilewright.inputs import folder_tokenizer
 from tilewright.types import ContextLengthExceeded
@@ -18,22 +18,10 @@ if TYPE_CHECKING:
     from tilewright.inputs.messages import TextBudget
 
 
-class TokenTexts(Protocol):
-    """The methods of a tokenizer that streams use."""
-
-    def has_token(self, token_id: int) -> bool: ...
-
-    def is_byte_token(self, token_id: int) -> bool: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-
 class ByteStream:
     """Decodes byte-level tokens: a character is returned when its last byte has arrived."""
 
-    def __init__(self, tokenizer: TokenTexts, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -56,7 +44,7 @@ class PieceStream:
     before the held ones, and its text is removed from the result.
     """
 
-    def __init__(self, tokenizer: TokenTexts, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._anchor: list[int] = []
