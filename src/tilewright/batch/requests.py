@@ -23,9 +23,8 @@ from tilewright.host import files
 from tilewright.inputs.client_json import parse_json
 from tilewright.server.api.endpoints import Gate
 from tilewright.server.http.admission import ReserveMemory
-from tilewright.types import RequestError
+from tilewright.types import MEDIA_KINDS, RequestError
 
-_KINDS = ("image", "video", "audio")
 _MAX_PATH = 4096  # characters; longer text is base64 without its "data:"
 
 
@@ -48,7 +47,7 @@ class PathGate:
     def _in_part(self, part: Any) -> Any:
         if not isinstance(part, Mapping):
             return part
-        for kind in _KINDS:
+        for kind in MEDIA_KINDS:
             for name in (kind, f"{kind}_url"):
                 value = part.get(name)
                 path = value.get("url") if isinstance(value, Mapping) else value

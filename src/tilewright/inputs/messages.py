@@ -18,9 +18,8 @@ from tilewright.inputs.media import (
     open_url,
 )
 from tilewright.inputs.precomputed import TYPES, Precomputed, precomputed_of, type_of
-from tilewright.types import ContextLengthExceeded, MediaKind, Messages, RequestError
+from tilewright.types import MEDIA_KINDS, ContextLengthExceeded, MediaKind, Messages, RequestError
 
-MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 # Keys of qwen_vl_utils' parts: sizes and times of a single image or video.
 UNSERVED_KEYS = (
     "min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "nframes", "min_frames",

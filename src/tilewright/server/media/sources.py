@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from tilewright.inputs.media import (
-    MediaKind,
     MediaLimits,
     base64_fault,
     check_bytes,
@@ -28,7 +27,7 @@ from tilewright.inputs.media import (
 )
 from tilewright.inputs.messages import source_of
 from tilewright.inputs.precomputed import TYPES, check_allowed, check_bytes_told, type_of
-from tilewright.types import RequestError
+from tilewright.types import MediaKind, RequestError
 
 PIECE_CHARACTERS = 1 << 16  # 0.7 ms of decoding
 
