@@ -63,7 +63,7 @@ class RandomRunner:
         self.steps.append([(chunk.sequence.request_id, chunk.num_tokens) for chunk in step.chunks])
         rows = []
         for chunk in step.chunks:
-            known = chunk.sequence.token_ids + chunk.sequence.draft_token_ids
+            known = [*chunk.sequence.token_ids, *chunk.draft_token_ids]
             rows += [self.logits(known[:stop]) for stop in range(chunk.stop - chunk.num_logits + 1, chunk.stop + 1)]
         return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, self.size)
 

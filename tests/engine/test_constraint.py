@@ -272,7 +272,7 @@ def test_drafts_that_do_not_fit_are_cut():
     )
     drafts = []
     run = core.runner.run
-    core.runner.run = lambda step: (drafts.append(list(sequence.draft_token_ids)), run(step))[1]
+    core.runner.run = lambda step: (drafts.extend(list(chunk.draft_token_ids) for chunk in step.chunks), run(step))[1]
     run_all(core)
     assert any(drafts) and not any(token_id in byte_tokenizer().encode("ab") for draft in drafts for token_id in draft)
     assert re.fullmatch(r"[1-3](,[1-3]){9}", core.completion(sequence).text)

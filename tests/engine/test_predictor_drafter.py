@@ -89,7 +89,7 @@ def test_each_token_is_read_with_the_one_after_it(drafter):
     drafter.record(decoding, 2, 0)
     drafter.policy.heard.clear()
     ended.status = Status.FINISHED
-    step_of(drafter, [Chunk(decoding, 3, 3, 2), Chunk(ended, 0, 2), Chunk(beginning, 0, 3)], [5, None, None])
+    step_of(drafter, [Chunk(decoding, 3, 3, [0, 0]), Chunk(ended, 0, 2), Chunk(beginning, 0, 3)], [5, None, None])
     assert drafter.runner.keeps_hidden
     found = [(item.start, item.stop, item.token_ids, item.first_row, item.num_drafts) for item in drafter.runner.seen]
     assert found == [(3, 4, [5], 0, 2), (0, 3, [5, 6, 7], 5, 0)]
@@ -107,7 +107,7 @@ def test_the_policy_hears_what_steps_and_passes_take_and_what_drafts_gave(drafte
     drafter.policy.heard.clear()
     drafter.record(sequence, 2, 1)
     assert drafter.policy.heard == [("record", 2, 1)] and (drafter.num_proposed, drafter.num_accepted) == (2, 1)
-    step_of(drafter, [Chunk(sequence, 4, 3, 2)], [6], took_s=12.0)
+    step_of(drafter, [Chunk(sequence, 4, 3, [0, 0])], [6], took_s=12.0)
     assert drafter.policy.heard[1:] == [("time_step", 3, 12.0), ("time_pass", 1, 2.0)]
     drafter.policy.heard.clear()
     step_of(drafter, [Chunk(sequence, 5, 1)], [7])  # nobody used the drafts
@@ -246,13 +246,11 @@ def answer(drafter, num_tokens):
         drafts = drafter.propose(sequence, 4)
         following = range(sequence.num_tokens, sequence.num_tokens + len(drafts))
         num_right = len(drafts) if drafts == list(following) else 0
-        step = Step([Chunk(sequence, sequence.num_tokens - 1, 1 + len(drafts), len(drafts))])
-        sequence.draft_token_ids = drafts
+        step = Step([Chunk(sequence, sequence.num_tokens - 1, 1 + len(drafts), drafts)])
         drafter.begin(step)
         drafter.clock.now_s += 10.0 + 0.5 * len(drafts)
         if drafts:
             drafter.record(sequence, len(drafts), num_right)
-        sequence.draft_token_ids = []
         sequence.num_computed_tokens = sequence.num_tokens + num_right
         sequence.token_ids.extend(range(sequence.num_tokens, sequence.num_computed_tokens + 1))
         drafter.draft(step, lambda sequence, num_drafts: num_drafts)

@@ -27,8 +27,7 @@ def decoding(params, prompt=(1, 2, 3), output=(4,), drafts=()):
     (sequence,) = Sequence.for_request("a", text_inputs(prompt), params, eos_token_ids=[0])
     sequence.token_ids += output
     sequence.num_computed_tokens = sequence.num_tokens - 1
-    sequence.draft_token_ids = list(drafts)
-    return Chunk(sequence, sequence.num_computed_tokens, 1 + len(drafts), len(drafts))
+    return Chunk(sequence, sequence.num_computed_tokens, 1 + len(drafts), drafts)
 
 
 def random_logits(rows, width=VOCABULARY_SIZE, seed=0):

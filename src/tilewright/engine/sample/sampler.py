@@ -44,14 +44,14 @@ class TokenCounts:
                 self._count(token_id, 0)
         self._num_read = sequence.num_prompt_tokens
 
-    def rows(self, sequence: Sequence) -> list[tuple[np.ndarray, np.ndarray]]:
+    def rows(self, sequence: Sequence, draft_token_ids: Items[int]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the token ids and counts for the sequence's next token, then for the one after each draft."""
         for token_id in sequence.token_ids[self._num_read :]:
             self._count(token_id, 1)
         self._num_read = sequence.num_tokens
         size = len(self._slot_by_id)
         rows = [(self._ids[:size], self._counts[:size])]
-        for token_id in sequence.draft_token_ids:
+        for token_id in draft_token_ids:
             ids, counts = rows[-1]
             if token_id < self._vocabulary_size:
                 found = np.flatnonzero(ids == token_id)
@@ -92,24 +92,23 @@ class Masks:
 
     def apply(self, logits: Tensor, chunks: Items[Chunk]) -> None:
         """Set the logits of forbidden tokens to -inf in the sampled rows, chunk after chunk."""
-        constrained: list[tuple[Matcher, Sequence]] = []
+        constrained: list[tuple[Matcher, Chunk]] = []
         rows: list[int] = []
         num_rows = 0
         for chunk in chunks:
             matcher = chunk.sequence.matcher
             if matcher is not None:
-                constrained.append((matcher, chunk.sequence))
+                constrained.append((matcher, chunk))
                 rows.extend(range(num_rows, num_rows + chunk.num_sampled))
             num_rows += chunk.num_sampled
         if not rows:
             return
         self._reserve(len(rows), constrained[0][0].num_words)
         first = 0
-        for matcher, sequence in constrained:
-            drafts = sequence.draft_token_ids
-            unwanted = [sequence.unwanted_token_ids(draft) for draft in range(1 + len(drafts))]
-            matcher.fill(self._words, first, drafts, unwanted)
-            first += 1 + len(drafts)
+        for matcher, chunk in constrained:
+            unwanted = [chunk.sequence.unwanted_token_ids(draft) for draft in range(chunk.num_sampled)]
+            matcher.fill(self._words, first, chunk.draft_token_ids, unwanted)
+            first += chunk.num_sampled
         self._rows.numpy()[:first] = rows
         ops.mask(logits, *self._uploads.send(self._rows[:first], self._words[:first]))
 
@@ -170,7 +169,7 @@ class Sampler:
             rows = drawn[first : first + chunk.num_sampled]
             first += chunk.num_sampled
             if chunk.num_drafts:
-                del rows[1 + num_accepted_drafts(chunk.sequence.draft_token_ids, rows) :]
+                del rows[1 + num_accepted_drafts(chunk.draft_token_ids, rows) :]
             token_ids.append(rows)
         if not keep_raw:
             return [Sampled(ids) for ids in token_ids]
@@ -248,7 +247,7 @@ class Sampler:
             if _is_penalized(params):
                 if sequence not in self._occurrences:
                     self._occurrences[sequence] = TokenCounts(sequence, vocabulary_size)
-                seen += self._occurrences[sequence].rows(sequence)
+                seen += self._occurrences[sequence].rows(sequence, chunk.draft_token_ids)
             else:
                 seen += [nothing] * chunk.num_sampled
             for draft in range(chunk.num_sampled):

@@ -122,7 +122,6 @@ class Scheduler:
         num_accepted = len(result.token_ids) - 1 if result.token_ids else 0
         if self.drafter and chunk.num_drafts and not chunk.is_forced:
             self.drafter.record(sequence, chunk.num_drafts, num_accepted)
-        sequence.draft_token_ids = []
         num_before, reason = sequence.num_tokens, None
         for token_id in result.token_ids:
             if token_id == NO_TOKEN:  # (the row after a draft that ends the grammar is never reached)
@@ -198,13 +197,12 @@ class Scheduler:
             self._preempt(self.running[-1])
         if sequence.status is not Status.RUNNING:
             return 0
-        is_forced = self._draft(sequence, max_drafts)
-        num_drafts = len(sequence.draft_token_ids)
-        self._put(step, Chunk(sequence, sequence.num_computed_tokens, 1 + num_drafts, num_drafts, is_forced))
-        return num_drafts
+        drafts, is_forced = self._draft(sequence, max_drafts)
+        self._put(step, Chunk(sequence, sequence.num_computed_tokens, 1 + len(drafts), drafts, is_forced))
+        return len(drafts)
 
-    def _draft(self, sequence: Sequence, max_drafts: int) -> bool:
-        """Set the drafts of a sequence; return whether its grammar forces them, so that all are accepted."""
+    def _draft(self, sequence: Sequence, max_drafts: int) -> tuple[list[int], bool]:
+        """Return drafts for a sequence, and whether its grammar forces them, so that all are accepted."""
         max_drafts = min(max_drafts, self._max_drafts(sequence)) if max_drafts > 0 else 0
         drafts: list[int] = []
         is_forced = False
@@ -219,8 +217,7 @@ class Scheduler:
                     del drafts[matcher.num_fitting(drafts) :]
         while drafts and not self.resources.reserve(sequence, sequence.num_tokens + len(drafts)):
             drafts.pop()  # drafts preempt no other sequence
-        sequence.draft_token_ids = drafts
-        return is_forced
+        return drafts, is_forced
 
     def _put(self, step: Step, chunk: Chunk) -> None:
         self.resources.plan(chunk)
@@ -313,7 +310,6 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self.resources.release(sequence)
-        sequence.draft_token_ids = []
         sequence.num_computed_tokens = 0
 
 

@@ -104,7 +104,6 @@ class Sequence:
         self.num_prompt_tokens = len(inputs.token_ids)
         self.position_offset = inputs.next_position - len(inputs.token_ids)  # of an output token's rope position
         self.num_computed_tokens = 0  # their keys and values are in the pages
-        self.draft_token_ids: list[int] = []  # part of the step under way
         self.pages: list[int] = []
         self.page_digests: list[bytes] = []  # of full pages, as far as needed
         self.num_stored_pages = 0  # how many of `pages`, from the first, the prefix cache has seen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,16 +64,17 @@ NO_TOKEN = -1  # the token sampled from a row of NaN
 class Chunk:
     """Tokens start .. stop of a sequence, drafts included; the last num_logits of them give logits.
 
-    Valid until the scheduler's `update`, which removes the drafts from the sequence. Its numbers are computed once: as
+    Valid until the scheduler's `update`, which adds tokens to the sequence. Its numbers are computed once: as
     properties, or with frozen fields, they took a tenth of a step's Python time.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
-    num_drafts: int = 0
+    draft_token_ids: Items[int] = ()
     is_forced: bool = False  # the sequence's grammar allows only these drafts
     stop: int = field(init=False)
+    num_drafts: int = field(init=False)
     num_sampled: int = field(init=False)  # rows that a token is drawn from: the last known token's and each draft's
     num_prompt_rows: int = field(init=False)  # rows, before the sampled ones, for log-probabilities of the prompt
     num_logits: int = field(init=False)
@@ -80,6 +82,7 @@ class Chunk:
     def __post_init__(self) -> None:
         sequence = self.sequence
         self.stop = self.start + self.num_tokens
+        self.num_drafts = len(self.draft_token_ids)
         self.num_sampled = 1 + self.num_drafts if self.stop >= sequence.num_tokens else 0
         self.num_prompt_rows = 0
         if sequence.wants_prompt_logprobs:
@@ -90,7 +93,7 @@ class Chunk:
     @property
     def token_ids(self) -> list[int]:
         known = self.sequence.token_ids[self.start : self.stop]
-        return known + self.sequence.draft_token_ids if self.num_drafts else known
+        return [*known, *self.draft_token_ids] if self.num_drafts else known
 
 
 def last_rows(sizes: Iterable[int], counts: Iterable[int]) -> list[int]:
