@@ -230,7 +230,7 @@ class Bench:
     def prefill(self, prompt_tokens: int, media: tuple[Medium, ...] = ()) -> float:
         self.core.add("0", replace(self.inputs(prompt_tokens), media=media), GREEDY)
         begin = perf_counter()
-        while not self.core.step():
+        while not self.core.step().deltas:
             pass
         seconds = perf_counter() - begin
         self.finish(1)

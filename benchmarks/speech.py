@@ -234,15 +234,16 @@ def answer(
     sounds: list[float] = []
     num_samples = 0
     while core.has_work:
-        for _, delta in core.step():
+        result = core.step()
+        for _, delta in result.deltas:
             now = perf_counter() - started
             if delta.token_ids:
                 texts.append(now)
             if delta.audio is not None and len(delta.audio):
                 sounds.append(now)
                 num_samples += len(delta.audio)
-        if core.failures:
-            raise next(iter(core.failures.values()))
+        if result.failures:
+            raise next(iter(result.failures.values()))
     core.completion(sequence)
     return texts[0], texts[-1], sounds[0] if sounds else None, sounds[-1] if sounds else 0.0, num_samples
 

@@ -112,6 +112,6 @@ def run_all(core: EngineCore, max_steps: int = 20_000) -> None:
     for _ in range(max_steps):
         if not core.has_work:
             return
-        core.step()
-        assert not core.failures, core.failures
+        failures = core.step().failures
+        assert not failures, failures
     raise AssertionError(f"not done after {max_steps} steps")

@@ -285,8 +285,9 @@ def run_all(core: EngineCore, max_steps=10_000):
     for _ in range(max_steps):
         if not core.has_work:
             return results
-        results += core.step()
-        assert not core.failures, core.failures
+        result = core.step()
+        results += result.deltas
+        assert not result.failures, result.failures
     raise AssertionError(f"not done after {max_steps} steps")
 
 

@@ -129,8 +129,7 @@ def test_small_ones_are_followed_or_refused(constraint):
         return
     failures = {}
     while core.has_work:
-        core.step()
-        failures |= core.failures
+        failures |= core.step().failures
     assert all("cannot be followed any further" in str(error) for error in failures.values())
     assert core.resources.kv.pool.num_used == 0
 

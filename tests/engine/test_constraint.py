@@ -225,8 +225,7 @@ def test_answers_are_the_same_alone_and_together(options, arrivals):
                 sequences.append((name, add(core, str(index), inputs, params_of(name))))
         if len(sequences) == len(arrivals) and not core.has_work:
             break
-        core.step()
-        assert not core.failures
+        assert not core.step().failures
     for name, found in sequences:
         assert [tuple(sequence.output_token_ids) for sequence in found] == alone(name), name
     assert core.resources.kv.pool.num_used == 0

@@ -16,8 +16,6 @@ PAGE_SIZE = 16
 class Runner:
     """Drafts 7, 8, 9; a pass takes 2 seconds."""
 
-    keeps_hidden = False
-
     def __init__(self, clock):
         self.clock = clock
         self.seen = []
@@ -72,15 +70,16 @@ def decoding_after(drafter, token_ids, drawn, **options):
 
 
 def step_of(drafter, chunks, drawn, took_s=10.0):
-    """A step that draws these tokens, one for each chunk that asks for one, drafts being wrong."""
+    """The plan of a step that draws these tokens, one for each chunk that asks for one, drafts being wrong."""
     step = Step(chunks)
-    drafter.begin(step)
+    plan = drafter.plan(step)
     drafter.clock.now_s += took_s
     for chunk, token_id in zip(chunks, drawn, strict=True):
         chunk.sequence.num_computed_tokens = chunk.stop - chunk.num_drafts
         if token_id is not None:
             chunk.sequence.token_ids.append(token_id)
-    drafter.draft(step, lambda sequence, num_drafts: num_drafts)
+    drafter.draft(step, plan, lambda sequence, num_drafts: num_drafts)
+    return plan
 
 
 def test_each_token_is_read_with_the_one_after_it(drafter):
@@ -89,8 +88,8 @@ def test_each_token_is_read_with_the_one_after_it(drafter):
     drafter.record(decoding, 2, 0)
     drafter.policy.heard.clear()
     ended.status = Status.FINISHED
-    step_of(drafter, [Chunk(decoding, 3, 3, [0, 0]), Chunk(ended, 0, 2), Chunk(beginning, 0, 3)], [5, None, None])
-    assert drafter.runner.keeps_hidden
+    chunks = [Chunk(decoding, 3, 3, [0, 0]), Chunk(ended, 0, 2), Chunk(beginning, 0, 3)]
+    assert step_of(drafter, chunks, [5, None, None]).keeps_hidden
     found = [(item.start, item.stop, item.token_ids, item.first_row, item.num_drafts) for item in drafter.runner.seen]
     assert found == [(3, 4, [5], 0, 2), (0, 3, [5, 6, 7], 5, 0)]
     assert drafter.propose(decoding, 9) == [7, 8] and drafter.propose(decoding, 1) == [7]
@@ -119,8 +118,8 @@ def test_without_drafts_of_its_own_the_text_is_looked_up(drafter):
     sequence = decoding_after(drafter, [1, 2, 3], 1)
     assert [(item.stop, item.num_drafts) for item in drafter.runner.seen] == [(3, 0)]  # prompts are read all the same
     drafter.runner.seen = []
-    step_of(drafter, [Chunk(sequence, 3, 1)], [2])
-    assert not drafter.runner.keeps_hidden and not drafter.runner.seen
+    plan = step_of(drafter, [Chunk(sequence, 3, 1)], [2])
+    assert not plan.keeps_hidden and not drafter.runner.seen
     assert drafter.propose(sequence, 2) == [3, 1]
     drafter.record(sequence, 2, 2)
     assert (drafter.num_proposed, drafter.num_accepted) == (2, 2) == (drafter.lookup.num_proposed, 2)
@@ -133,11 +132,10 @@ def test_a_sequence_that_was_not_read_is_neither_drafted_for_nor_recorded(drafte
     unread = decoding_after(drafter, [1, 2, 3], 4)
     step_of(drafter, [Chunk(unread, 3, 1)], [9])
     drafter.policy.wanted, drafter.runner.seen = 2, []
-    step_of(drafter, [Chunk(unread, 4, 1)], [10])
-    assert not drafter.runner.keeps_hidden and not drafter.runner.seen  # nor is there a pass for it alone
+    plan = step_of(drafter, [Chunk(unread, 4, 1)], [10])
+    assert not plan.keeps_hidden and not drafter.runner.seen  # nor is there a pass for it alone
     fresh = running([4, 5, 6], [4])
-    step_of(drafter, [Chunk(unread, 5, 1), Chunk(fresh, 0, 3)], [11, 7])
-    assert drafter.runner.keeps_hidden
+    assert step_of(drafter, [Chunk(unread, 5, 1), Chunk(fresh, 0, 3)], [11, 7]).keeps_hidden
     assert [(item.sequence, item.first_row) for item in drafter.runner.seen] == [(fresh, 1)]
     assert drafter.propose(unread, 2) == [] and drafter.propose(fresh, 2) == [7, 8]
     drafter.policy.heard.clear()
@@ -203,11 +201,11 @@ def test_a_page_that_was_swapped_for_an_unread_one_is_missed(drafter):
     drafter.policy.wanted = 2
     sequence = decoding_after(drafter, list(range(PAGE_SIZE - 1)), 1, pages=[0, 1])
     step = Step([Chunk(sequence, PAGE_SIZE - 1, 1)])
-    drafter.begin(step)
+    plan = drafter.plan(step)
     sequence.pages[0], sequence.num_computed_tokens = 3, PAGE_SIZE
     sequence.token_ids.append(2)
     drafter.runner.seen = []
-    drafter.draft(step, lambda sequence, num_drafts: num_drafts)
+    drafter.draft(step, plan, lambda sequence, num_drafts: num_drafts)
     step_of(drafter, [Chunk(sequence, PAGE_SIZE, 1)], [3])
     assert drafter.runner.seen == []
 
@@ -217,8 +215,6 @@ class Attentive:
 
     Of the rest, and of answers that nobody could predict, its drafts are wrong.
     """
-
-    keeps_hidden = False
 
     def __init__(self, clock):
         self.clock = clock
@@ -247,13 +243,13 @@ def answer(drafter, num_tokens):
         following = range(sequence.num_tokens, sequence.num_tokens + len(drafts))
         num_right = len(drafts) if drafts == list(following) else 0
         step = Step([Chunk(sequence, sequence.num_tokens - 1, 1 + len(drafts), drafts)])
-        drafter.begin(step)
+        plan = drafter.plan(step)
         drafter.clock.now_s += 10.0 + 0.5 * len(drafts)
         if drafts:
             drafter.record(sequence, len(drafts), num_right)
         sequence.num_computed_tokens = sequence.num_tokens + num_right
         sequence.token_ids.extend(range(sequence.num_tokens, sequence.num_computed_tokens + 1))
-        drafter.draft(step, lambda sequence, num_drafts: num_drafts)
+        drafter.draft(step, plan, lambda sequence, num_drafts: num_drafts)
         num_drafts += len(drafts)
     return num_drafts
 

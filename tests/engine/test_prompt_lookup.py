@@ -72,7 +72,6 @@ def test_histories_end_with_their_sequences():
     assert [len(item) for item in kept] == [1, 1, 1]
     sequences.clear()
     core.runner.steps.clear()
-    core.step_under_way = None
     assert [len(item) for item in kept] == [0, 0, 0]
 
 

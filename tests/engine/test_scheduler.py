@@ -194,8 +194,8 @@ class TestMedia:
         for number, inputs in enumerate(pictures[4:]):
             core.add(f"later {number}", inputs, greedy(12))
         for _ in range(2):
-            core.step()
-            assert len(core.step_under_way.encode) == 2 and len(core.step_under_way.chunks) >= 6
+            step = core.step().step
+            assert len(step.encode) == 2 and len(step.chunks) >= 6
         run_all(core)
         assert core.runner.num_encoded == 8
 
@@ -256,15 +256,24 @@ class TestScenes:
         tokens_meanwhile = [step for step in core.runner.steps if not any(item is sequence for item, _, _ in step)]
         assert len(tokens_meanwhile) >= 2  # the other's answer went on
 
-    def test_what_is_encoded_without_a_chunk_can_be_given_up(self):
-        """An encoder that fails in such a step ends the request it was for, and no other."""
+    def test_what_is_encoded_without_a_chunk_can_be_given_up(self, monkeypatch):
+        """Such a step that raises ends the request it was for, and no other."""
         core = make_core(max_encode_patches=12)
         pictures = media_inputs([(KEY, 5), (b"l" * 16, 5), 3])
         (sequence,) = core.add("a", pictures, GREEDY)
-        step = core.step_under_way = core.scheduler.schedule()
-        assert step.encode and not step.chunks
-        (other,) = core.add("b", prompt(4), GREEDY)
-        assert core.abandon_step() == {"a"}
+
+        def update(step, sampled):
+            assert step.encode and not step.chunks
+            (other,) = core.add("b", prompt(4), GREEDY)
+            others.append(other)
+            raise ArithmeticError("no more")
+
+        others = []
+        with monkeypatch.context() as patch:
+            patch.setattr(core.scheduler, "update", update)
+            result = core.step()
+        assert result.step is None and [*result.failures] == ["a"] and "no more" in str(result.failures["a"])
+        (other,) = others
         run_all(core)
         assert sequence.finish_reason == "abort"
         assert other.output_token_ids == answer(other.inputs, other.params)

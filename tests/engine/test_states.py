@@ -112,8 +112,7 @@ def test_the_mock_is_read_through_its_slots():
     (sequence,) = core.add("a", prompt(6), greedy())
     core.step()
     core.runner.model_runner.states.delta_states[1][sequence.state_slots.read] += 1
-    core.step()
-    assert "goes on from another state" in str(core.failures["a"])
+    assert "goes on from another state" in str(core.step().failures["a"])
 
 
 def test_stats():
@@ -474,8 +473,7 @@ def test_a_step_that_fails(num_computed):
     core.runner.model_runner.model.fails_at = num_computed
     failures = {}
     while core.has_work:
-        core.step()
-        failures |= core.failures
+        failures |= core.step().failures
     assert set(failures) == {"a", "b"} and "out of luck" in str(failures["a"])
     check_nothing_is_held(core)
 
@@ -486,8 +484,7 @@ def test_what_a_failed_step_has_written_is_not_found_again():
     core.step()
     assert sequence.num_computed_tokens == 8 and sequence.state_slots.read == sequence.state_slots.own
     core.runner.model_runner.model.fails_at = 15  # once the state after 16 tokens is in the place of that after 8
-    core.step()
-    assert "out of luck" in str(core.failures["a"])
+    assert "out of luck" in str(core.step().failures["a"])
     core.runner.model_runner.model.fails_at = None
     assert ask(core, prompt(40).token_ids, greedy(4))[0].num_cached_tokens == 0
     check_nothing_is_held(core)
@@ -512,8 +509,8 @@ def test_a_medium_that_cannot_be_read_does_not_hold_up_the_others_of_its_step(pa
         core.step()
     core.add("b", read_by(core, media_inputs(parts), unreadable), greedy(3))
     num_tokens = sequence.num_tokens
-    core.step()
-    assert list(core.failures) == ["b"] and "no picture" in str(core.failures["b"])
+    failures = core.step().failures
+    assert list(failures) == ["b"] and "no picture" in str(failures["b"])
     assert sequence.num_tokens > num_tokens and core.scheduler.running == [sequence]
     run_all(core)
     assert sequence.output_token_ids == answer(sequence.inputs, sequence.params)
@@ -536,8 +533,8 @@ def test_a_step_that_fails_for_one_sequence_is_computed_again_for_the_others(num
         return run(step)
 
     core.runner.run = fails_for_one
-    core.step()
-    assert list(core.failures) == ["culprit"] and "the kernel said no" in str(core.failures["culprit"])
+    failures = core.step().failures
+    assert list(failures) == ["culprit"] and "the kernel said no" in str(failures["culprit"])
     assert core.scheduler.waiting == others
     run_all(core)
     assert [item.output_token_ids for item in others] == [answer(item.inputs, item.params) for item in others]
@@ -555,6 +552,5 @@ def test_a_step_whose_failure_is_nobodys_alone_fails_for_all_where_states_are_lo
         return run(step)
 
     core.runner.run = fails_for_several
-    core.step()
-    assert set(core.failures) == {"a", "b"} and all(sequence.is_finished for sequence in sequences)
+    assert set(core.step().failures) == {"a", "b"} and all(sequence.is_finished for sequence in sequences)
     check_nothing_is_held(core)

@@ -88,8 +88,7 @@ def test_one_among_many_is_found_by_halves():
     others = [core.add(str(index), text_inputs([1, 2, 3]), greedy(4))[0] for index in range(31)]
     core.add("culprit", text_inputs([CULPRIT, 2, 3]), greedy(4))
     fail_for_culprit(core.runner, "run", chunks_of)
-    core.step()
-    assert list(core.failures) == ["culprit"]
+    assert list(core.step().failures) == ["culprit"]
     assert len(core.runner.steps) == 5  # the halves without it, of 16, 8, 4, 2 and 1
     run_all(core)
     assert {tuple(item.output_token_ids) for item in others} == {tuple(answer(others[0].inputs, greedy(4)))}
@@ -124,8 +123,7 @@ def test_a_picture_that_the_encoder_cannot_take_fails_its_request_alone():
     (bad,) = core.add("bad", media_inputs([1, (b"k" * 16, [5]), 2]), greedy())
     parts = ([3, (b"m" * 16, [4]), 2], [3, (b"n" * 16, 6), 2], [4, 5])
     good = [core.add(str(index), media_inputs(items), greedy())[0] for index, items in enumerate(parts)]
-    core.step()
-    assert list(core.failures) == ["bad"] and bad.finish_reason == "abort"
+    assert list(core.step().failures) == ["bad"] and bad.finish_reason == "abort"
     run_all(core)
     assert [item.output_token_ids for item in good] == [answer(item.inputs, item.params) for item in good]
     assert core.resources.kv.pool.num_used == 0 and not core.resources.media.features._pins

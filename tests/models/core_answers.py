@@ -81,8 +81,8 @@ class CoreAnswers:
 
     def run(self):
         while self.core.has_work:
-            self.core.step()
-            assert not self.core.failures, self.core.failures
+            failures = self.core.step().failures
+            assert not failures, failures
             self.num_steps += 1
         assert (
             self.scheduler.resources.kv.pool.num_used == self.scheduler.resources.media.cross_cache.num_pages_used == 0

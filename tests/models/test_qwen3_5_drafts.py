@@ -230,10 +230,12 @@ def test_prompts_alone_are_read_while_drafting_pauses(load_foreseen, networks, m
     paused, expected = Answers(model, torch.float32, drafts=3), Answers(model, torch.float32).to([inputs], GREEDY)
     paused.drafter.policy = Always(None)
     draft_inputs, draft = [], paused.core.runner.draft
+    plans, plan = [], paused.drafter.plan
+    monkeypatch.setattr(paused.drafter, "plan", lambda step: plans.append(plan(step)) or plans[-1])
     monkeypatch.setattr(paused.core.runner, "draft", lambda items: draft_inputs.extend(items) or draft(items))
     assert paused.to([inputs], GREEDY) == expected
     assert sum(item.num_tokens for item in draft_inputs) == len(inputs.token_ids)
-    assert not any(item.num_drafts for item in draft_inputs) and not paused.core.runner.keeps_hidden
+    assert not any(item.num_drafts for item in draft_inputs) and not plans[-1].keeps_hidden
     assert paused.drafter.num_proposed == paused.drafter.lookup.num_proposed > 0
     # Off and on again in the middle: a few tokens that nobody read have no keys, which is nobody's answer.
     changing = Answers(model, torch.float32, drafts=3)

@@ -105,8 +105,8 @@ def test_another_process_computes_the_same_from_shared_memory(family, networks, 
         for number, prompt in enumerate(prompts_of(family, hf, model.num_position_axes)):
             core.add(str(number), tiny.in_dtype(prompt, dtype), PARAMS)
         while core.has_work:
-            core.step()
-            assert not core.failures, core.failures
+            failures = core.step().failures
+            assert not failures, failures
     os.close(fd)
     largest = np.array(executor.headers).max(0)
     seen = type(executor.headers[0])(*largest.tolist())

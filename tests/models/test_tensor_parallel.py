@@ -186,8 +186,7 @@ def test_a_step_that_raises_on_all_ranks_ends_its_request_alone(networks):
         core.core.runner.writer.write = spoiled
         failures = {}
         while core.core.has_work:
-            core.core.step()
-            failures.update(core.core.failures)
+            failures.update(core.core.step().failures)
         assert list(failures) == ["bad"] and "1000000" in str(failures["bad"])
     finally:
         ranks.close()

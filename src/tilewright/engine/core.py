@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from tilewright.engine.constraint.compiler import ConstraintCompiler, Grammar
-from tilewright.engine.draft.predictor import PredictorDrafter
+from tilewright.engine.draft.predictor import DraftPlan, PredictorDrafter
 from tilewright.engine.run.executor import StepBisector
 from tilewright.engine.sample.detokenizer import Detokenizer, TokenDecoder
 from tilewright.engine.sample.sampler import Sampler
 from tilewright.engine.schedule.resources import SequenceResources
 from tilewright.engine.schedule.scheduler import Scheduler
 from tilewright.engine.schedule.sequence import Sequence
-from tilewright.engine.schedule.step import Event, Sampled, Step
+from tilewright.engine.schedule.step import DraftInput, Event, Sampled, Step
 from tilewright.engine.speech.scheduler import SpeechScheduler
 from tilewright.engine.speech.sequence import SpeechSequence
-from tilewright.layers.batch import KeptStates
+from tilewright.layers.batch import WantedStates
 from tilewright.types import Completion, Delta, FinishReason, Medium, ModelInputs, RequestError, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -38,13 +38,23 @@ class StepRunner(Protocol):
 
     def run(self, step: Step) -> Tensor: ...
 
-    def run_and_keep(self, step: Step, kept: KeptStates) -> Tensor: ...
+    def run_with_states(self, step: Step, wanted: WantedStates) -> tuple[Tensor, Tensor]: ...
 
     def encode(self, media: list[Medium]) -> None: ...
 
     def send_ahead(self, media: list[Medium]) -> None: ...
 
     def end_ahead(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step computed, and what it added to each sequence."""
+
+    deltas: list[tuple[Sequence, Delta]] = field(default_factory=list)
+    failures: dict[str, Exception] = field(default_factory=dict)  # by dropped request
+    step: Step | None = None  # None: it raised as a whole
+    draft_inputs: list[DraftInput] = field(default_factory=list)  # the predictor's inputs after it
 
 
 class EngineCore:
@@ -77,7 +87,6 @@ class EngineCore:
         self.drafter = drafter  # None: the model has no multi-token predictor
         self.speech = speech  # None: the model does not speak
         self._finish_reasons: WeakKeyDictionary[Sequence, FinishReason] = WeakKeyDictionary()  # of text still spoken
-        self.step_under_way: Step | None = None
         self._detokenizers: WeakKeyDictionary[Sequence, Detokenizer] = WeakKeyDictionary()
 
     @property
@@ -88,11 +97,6 @@ class EngineCore:
     def resources(self) -> SequenceResources:
         """Memory that sequences share."""
         return self.scheduler.resources
-
-    @property
-    def failures(self) -> dict[str, Exception]:
-        """Requests that the last step dropped, with the error of each."""
-        return self.scheduler.failures
 
     def must_compile(self, params: SamplingParams) -> bool:
         """Return whether the request's constraint still has to be compiled, which may take seconds. Thread-safe."""
@@ -141,25 +145,26 @@ class EngineCore:
             raise RequestError(f"voice is {params.voice!r:.100}, but this model does not speak", param="voice")
         return self.speech.make_sequence(inputs, params)
 
-    def step(self) -> list[tuple[Sequence, Delta]]:
-        """Run one step and return what it adds to each sequence; empty while it only computes prompts.
+    def step(self) -> StepResult:
+        """Run one step and return what it adds to each sequence: nothing while it only computes prompts.
 
-        An error in one sequence ends only its request; `failures` has the reason. Speech runs after the text, with a
-        bounded amount of work per step (engine/speech/scheduler.py).
+        An error in one sequence ends only its request. An error of the step as a whole ends the requests that it
+        computed, or all requests if it could not be scheduled. Speech runs after the text, with a bounded amount of
+        work per step (engine/speech/scheduler.py).
         """
-        self.step_under_way = None
-        self.failures.clear()
-        results = self._step_text() if self.scheduler.has_work else []
-        if self.speech is None:
-            return results
-        if self.step_under_way is None:
-            self.step_under_way = Step()
-        return self._step_speech(self.speech, results)
+        step = None
+        try:
+            step = self.scheduler.schedule() if self.scheduler.has_work else Step()
+            result = self._step_text(step)
+            return result if self.speech is None else self._step_speech(self.speech, result)
+        except Exception as error:
+            return self._abandon(step, error)
 
-    def _step_text(self) -> list[tuple[Sequence, Delta]]:
-        step = self.step_under_way = self.scheduler.schedule()
+    def _step_text(self, step: Step) -> StepResult:
+        plan = None
         if self.drafter and step.chunks:
-            self.drafter.begin(step)
+            plan = self.drafter.plan(step)
+            step = replace(step, keeps_hidden=plan.keeps_hidden)
         try:
             sampled = self._compute(step)
         except Exception as error:
@@ -167,40 +172,55 @@ class EngineCore:
             computed, sampled = bisector.rescue(step, error)
         else:
             computed = step
-        results = self._deltas(self.scheduler.update(computed, sampled))
-        for request_id in self.failures:
+        deltas = self._deltas(self.scheduler.update(computed, sampled))
+        failures = self.scheduler.take_failures()
+        for request_id in failures:
             self.scheduler.abort(request_id)
-        if self.drafter and computed is step and step.chunks:
-            self._draft(self.drafter, step)
-        return results
+        draft_inputs: list[DraftInput] = []
+        if self.drafter and plan is not None and computed is step:
+            draft_inputs = self._draft(self.drafter, step, plan)
+        return StepResult(deltas, failures, step, draft_inputs)
 
-    def _step_speech(
-        self, speech: SpeechScheduler, results: list[tuple[Sequence, Delta]]
-    ) -> list[tuple[Sequence, Delta]]:
-        """Return the results of the text with those of speech. A spoken answer ends when its sound is complete.
+    def _step_speech(self, speech: SpeechScheduler, result: StepResult) -> StepResult:
+        """Return the result of the text with that of speech. A spoken answer ends when its sound is complete.
 
         Speech that fails ends only its request.
         """
-        for request_id in self.failures:
+        failures = dict(result.failures)
+        for request_id in failures:
             speech.forget(request_id)
-        merged = [self._pass_text(speech, sequence, delta) for sequence, delta in results]
+        merged = [self._pass_text(speech, sequence, delta) for sequence, delta in result.deltas]
         try:
             deltas = speech.step()
         except Exception as error:  # not caused by a single answer
-            self.failures.update({sequence.request_id: error for sequence in speech.answers})
+            failures.update({sequence.request_id: error for sequence in speech.answers})
             deltas = []
         for delta in deltas:
             sequence = delta.speech.answer
             assert sequence is not None, "speech is added with its answer"
             if delta.error is not None:
-                self.failures.setdefault(sequence.request_id, delta.error)
+                failures.setdefault(sequence.request_id, delta.error)
                 continue
             reason = self._finish_reasons.pop(sequence, None) if delta.is_done else None
             merged.append((sequence, Delta(sequence.index, audio=delta.samples.numpy(), finish_reason=reason)))
-        for request_id in self.failures:
+        for request_id in failures:
             self.scheduler.abort(request_id)
             speech.forget(request_id)
-        return [item for item in merged if item[0].request_id not in self.failures]
+        merged = [item for item in merged if item[0].request_id not in failures]
+        return replace(result, deltas=merged, failures=failures)
+
+    def _abandon(self, step: Step | None, error: Exception) -> StepResult:
+        """Drop the requests of a step that raised as a whole; all requests if it could not be scheduled."""
+        scheduler = self.scheduler
+        sequences = scheduler.running + scheduler.waiting
+        if step is not None:
+            sequences = [chunk.sequence for chunk in step.chunks] + scheduler.readers(step.encode)
+        failures = scheduler.take_failures() | {sequence.request_id: error for sequence in sequences}
+        for request_id in failures:
+            scheduler.abort(request_id)
+            if self.speech is not None:
+                self.speech.forget(request_id)
+        return StepResult(failures=failures)
 
     def _pass_text(self, speech: SpeechScheduler, sequence: Sequence, delta: Delta) -> tuple[Sequence, Delta]:
         """Pass a Delta's text to speech; if it is the last, hold back finish_reason until the sound is complete."""
@@ -224,33 +244,15 @@ class EngineCore:
             for sequence in ended
         ]
 
-    def abandon_step(self) -> set[str]:
-        """Drop the requests of a step that raised as a whole, and return their ids.
-
-        All requests are dropped if the step could not even be scheduled.
-        """
-        step, self.step_under_way = self.step_under_way, None
-        scheduler = self.scheduler
-        sequences = scheduler.running + scheduler.waiting
-        if step:
-            sequences = [chunk.sequence for chunk in step.chunks] + scheduler.readers(step.encode)
-        request_ids = {sequence.request_id for sequence in sequences}
-        for request_id in request_ids:
-            scheduler.abort(request_id)
-            if self.speech is not None:
-                self.speech.forget(request_id)
-        return request_ids
-
     def _compute(self, step: Step) -> list[Sampled]:
         if not step.chunks:
             self.runner.encode(step.encode)
             return []
-        kept = None if self.speech is None else self.speech.states_to_keep(step)
-        if self.speech is None or kept is None:
+        wanted = None if self.speech is None else self.speech.wanted_states(step)
+        if self.speech is None or wanted is None:
             return self._sample(self.runner.run(step), step)
-        logits = self.runner.run_and_keep(step, kept)
-        assert kept.states_MD is not None
-        self.speech.store_states(step, kept.states_MD)
+        logits, states_MD = self.runner.run_with_states(step, wanted)
+        self.speech.store_states(step, states_MD)
         return self._sample(logits, step)
 
     def _sample(self, logits: Tensor, step: Step) -> list[Sampled]:
@@ -263,11 +265,12 @@ class EngineCore:
         finally:
             self.runner.end_ahead()
 
-    def _draft(self, drafter: PredictorDrafter, step: Step) -> None:
+    def _draft(self, drafter: PredictorDrafter, step: Step, plan: DraftPlan) -> list[DraftInput]:
         try:
-            drafter.draft(step, self.scheduler.find_room)
+            return drafter.draft(step, plan, self.scheduler.find_room)
         except Exception:  # answers do not depend on it
             _log.exception("nothing could be drafted after a step")
+            return []
 
     def completion(self, sequence: Sequence) -> Completion:
         """Return the answer of a finished sequence."""

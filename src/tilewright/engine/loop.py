@@ -15,11 +15,12 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from tilewright.engine.constraint.compiler import Grammar
-from tilewright.engine.core import EngineCore
+from tilewright.engine.core import EngineCore, StepResult
 from tilewright.engine.handle import EngineError, EngineLostError, Handle
 from tilewright.engine.measure.costs import Costs, draft_cost, step_cost
 from tilewright.engine.measure.stats import Stats, StepCount, StepCounter
 from tilewright.engine.schedule.sequence import Sequence
+from tilewright.engine.schedule.step import Step
 from tilewright.host.memory import trim_heap
 from tilewright.types import Completion, Delta, ModelInputs, RequestError, SamplingParams
 
@@ -126,16 +127,13 @@ class EngineLoop:
             return False
         self._step_began_s = time.perf_counter()
         try:
-            results = self.core.step()
-        except Exception as error:
-            for request_id in self.core.abandon_step():
-                self._fail(request_id, error)
-            return True
+            result = self.core.step()
         finally:
             took_s, self._step_began_s = time.perf_counter() - self._step_began_s, None
-        self._count(results, took_s)
-        self._deliver(results)
-        for request_id, failure in self.core.failures.items():
+        if result.step is not None:
+            self._count(result.step, result, took_s)
+        self._deliver(result.deltas)
+        for request_id, failure in result.failures.items():
             self._fail(request_id, failure)
         return True
 
@@ -301,14 +299,12 @@ class EngineLoop:
             del self._handles[handle.request_id]
             self._changed.notify_all()
 
-    def _count(self, results: list[tuple[Sequence, Delta]], took_s: float) -> None:
-        step = self.core.step_under_way
-        assert step is not None
-        chunks, drafter = step.chunks, self.core.drafter
-        num_sampled = sum(bool(delta.token_ids) for _, delta in results)
+    def _count(self, step: Step, result: StepResult, took_s: float) -> None:
+        chunks = step.chunks
+        num_sampled = sum(bool(delta.token_ids) for _, delta in result.deltas)
         read_bytes, flops = step_cost(self._costs, chunks, num_sampled) if self._costs else (0, 0)
-        if drafter and self._costs and self._costs.draft:
-            drafted_bytes, drafted_flops = draft_cost(self._costs.draft, drafter.draft_inputs)
+        if self._costs and self._costs.draft:
+            drafted_bytes, drafted_flops = draft_cost(self._costs.draft, result.draft_inputs)
             read_bytes, flops = read_bytes + drafted_bytes, flops + drafted_flops
         count = StepCount(
             ended_s=time.perf_counter(),
@@ -318,18 +314,14 @@ class EngineLoop:
                 for chunk in chunks
                 if chunk.start < chunk.sequence.num_prompt_tokens
             ),
-            num_output_tokens=sum(len(delta.token_ids) for _, delta in results),
+            num_output_tokens=sum(len(delta.token_ids) for _, delta in result.deltas),
             read_bytes=read_bytes,
             flops=flops,
         )
         self._counter.count(count)
-        for sequence, _ in results:
+        for sequence, _ in result.deltas:
             if sequence.reads_at_first_token is None:
                 sequence.reads_at_first_token = self._counter.reads
-        # These refer to sequences and their media, which may otherwise be unused by now.
-        self.core.step_under_way = None
-        if drafter:
-            drafter.draft_inputs = []
 
 
 def forget_frames(error: BaseException) -> None:

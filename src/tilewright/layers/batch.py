@@ -43,13 +43,12 @@ class FeatureRun:
     deepstack: Sequence[Tensor] = ()  # [M, D] each: added to the hidden state after layer 0, 1, ...
 
 
-@dataclass
-class KeptStates:
+@dataclass(frozen=True)
+class WantedStates:
     """Hidden states of some tokens after `num_layers` layers, for a reader other than the head."""
 
     rows_M: Tensor  # int64, which of the batch's tokens
     num_layers: int  # at least 1, and not all of them
-    states_MD: Tensor | None = None  # set once the batch is computed; in its own memory
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,6 @@ class Batch:
     feature_runs: Sequence[FeatureRun] = ()
     cross: CrossBatch | None = None  # None: no token attends to encoder states
     states: StateBatch | None = None  # None: the model has no recurrent layers
-    kept: KeptStates | None = None  # filled by the decoder; such a batch is not recorded
 
     def attend(
         self,

@@ -22,7 +22,7 @@ from tilewright.layers.attention import (
     HeadsConfig,
     KvLayer,
 )
-from tilewright.layers.batch import Batch, FeatureRun, SequenceBatch
+from tilewright.layers.batch import Batch, FeatureRun, SequenceBatch, WantedStates
 from tilewright.layers.cost import Cost, DecoderCost, linear_cost
 from tilewright.layers.embedding import TokenEmbedding
 from tilewright.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
@@ -210,6 +210,14 @@ class Decoder:
         """Return the fp32 logits [R, V] of the rows the batch asks for."""
         return self.logits(self.hidden(batch, batch.logit_rows))
 
+    def with_states(self, batch: Batch, wanted: WantedStates) -> tuple[Tensor, Tensor]:
+        """Return the same logits, and the hidden states that are wanted [M, D], in memory of their own."""
+        x_TD, ropes = self._first(batch)
+        self._run_layers(x_TD, batch, ropes, range(wanted.num_layers))
+        states_MD = x_TD[wanted.rows_M]
+        self._run_layers(x_TD, batch, ropes, range(wanted.num_layers, self.config.num_layers - 1))
+        return self.logits(self._last(x_TD, batch, ropes, batch.logit_rows)), states_MD
+
     def embed(self, token_ids_T: Tensor, feature_runs: Sequence[FeatureRun]) -> Tensor:
         """Return the inputs of the first layer [T, D]: rows of the table, or features for media tokens."""
         x_TD = self.embed_tokens(token_ids_T)
@@ -219,16 +227,25 @@ class Decoder:
 
     def hidden(self, batch: Batch, rows: Tensor | None = None) -> Tensor:
         """Return the normed output of the last layer, which the head reads: of the given rows [R, D], or all [T, D]."""
-        x_TD = self.embed(batch.token_ids_T, batch.feature_runs)
-        ropes = self.ropes.tables(batch.positions_AT)
-        for i, layer in enumerate(self.layers[:-1]):
+        x_TD, ropes = self._first(batch)
+        self._run_layers(x_TD, batch, ropes, range(self.config.num_layers - 1))
+        return self._last(x_TD, batch, ropes, rows)
+
+    def _first(self, batch: Batch) -> tuple[Tensor, Sequence[RopeTables]]:
+        """Return the inputs of the first layer, and the rope tables of each layer."""
+        return self.embed(batch.token_ids_T, batch.feature_runs), self.ropes.tables(batch.positions_AT)
+
+    def _run_layers(self, x_TD: Tensor, batch: Batch, ropes: Sequence[RopeTables], layers: range) -> None:
+        """Update x by some of the layers, all of them before the last one."""
+        for i in layers:
             with scope():
-                layer(x_TD, batch, ropes[i])
+                self.layers[i](x_TD, batch, ropes[i])
                 for run in batch.feature_runs:
                     if i < len(run.deepstack):
                         scatter_add_rows(x_TD, run.rows_M, run.deepstack[i])
-            if batch.kept is not None and batch.kept.num_layers == i + 1:
-                batch.kept.states_MD = x_TD[batch.kept.rows_M]
+
+    def _last(self, x_TD: Tensor, batch: Batch, ropes: Sequence[RopeTables], rows: Tensor | None) -> Tensor:
+        """Return the normed output of the last layer, of the given rows or of all."""
         out = empty((len(x_TD if rows is None else rows), self.config.width), x_TD.dtype)
         with scope():
             self.norm(self.layers[-1](x_TD, batch, ropes[-1], rows), out=out)

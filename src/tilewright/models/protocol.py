@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.layers.attention import KvLayer
-from tilewright.layers.batch import Batch, FeatureRun
+from tilewright.layers.batch import Batch, FeatureRun, WantedStates
 from tilewright.layers.cost import DecoderCost, PredictorCost
 from tilewright.ops import backend
 from tilewright.ops.attention import KvCache, bytes_per_token, elements_per_token
@@ -198,6 +198,9 @@ class Model(Protocol):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the fp32 logits [R, V] of the rows the batch asks for."""
+
+    def forward_with_states(self, batch: Batch, wanted: WantedStates) -> tuple[Tensor, Tensor]:
+        """Return the logits of `forward`, and the hidden states that are wanted [M, D], in memory of their own."""
 
     def encode(self, batch: MediaBatch) -> list[Tensor]:
         """Return the features [num_features, width] of each item, from one pass over all of them."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tilewright.layers.batch import Batch
+from tilewright.layers.batch import Batch, WantedStates
 from tilewright.layers.cost import DecoderCost
 from tilewright.layers.decoder import Decoder, DecoderConfig
 from tilewright.models.protocol import Family, KvSpec, MediaBatch
@@ -37,6 +37,9 @@ class DecoderModel:
 
     def store_cross_states(self, states_ND: Tensor, slots_N: Tensor, kv_caches: Sequence[KvCache]) -> None:
         self.decoder.store_states(states_ND, slots_N, kv_caches)
+
+    def forward_with_states(self, batch: Batch, wanted: WantedStates) -> tuple[Tensor, Tensor]:
+        return self.decoder.with_states(batch, wanted)
 
     def cost(self) -> DecoderCost:
         return self.decoder.cost()

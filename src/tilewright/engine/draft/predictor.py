@@ -99,11 +99,24 @@ class Policy(Protocol):
 
 
 class DraftingRunner(Protocol):
-    """Computes drafts from the hidden states of the last step (engine/run/runner.py)."""
-
-    keeps_hidden: bool
+    """Computes drafts from the hidden states of the last step (engine/run/executor.py)."""
 
     def draft(self, draft_inputs: list[DraftInput]) -> list[list[int]]: ...
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """Which chunks of a step the predictor reads after it, and how many tokens it drafts then."""
+
+    is_read: list[bool]  # by chunk
+    num_drafts: int | None  # None: drafting pauses
+    only_decodes: bool  # the time of other steps depends on their prompts and pictures
+    began_s: float
+
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether the predictor needs the hidden states of the step's tokens."""
+        return any(self.is_read)
 
 
 @dataclass(frozen=True)
@@ -140,15 +153,10 @@ class PredictorDrafter:
         self.policy = policy
         self.lookup = lookup
         self.clock = clock
-        self.draft_inputs: list[DraftInput] = []  # of the last step
         self._coverage = PredictorCoverage(page_size)
-        self._is_read: list[bool] = []  # by chunk of the step under way
         self._drafted: WeakKeyDictionary[Sequence, _Draft] = WeakKeyDictionary()
         self._num_proposed = 0
         self._num_accepted = 0
-        self._num_drafts: int | None = None  # number of drafts after the step under way; None: drafting pauses
-        self._only_decodes = False
-        self._began_s = 0.0
 
     @property
     def num_proposed(self) -> int:
@@ -171,51 +179,51 @@ class PredictorDrafter:
         self._num_accepted += num_accepted
         self.policy.record(num_proposed, num_accepted)
 
-    def begin(self, step: Step) -> None:
+    def plan(self, step: Step) -> DraftPlan:
         """Decide, before a step runs, which chunks the predictor reads and how many tokens it drafts after them."""
-        self._is_read = [self._coverage.begin(chunk) for chunk in step.chunks]
+        is_read = [self._coverage.begin(chunk) for chunk in step.chunks]
         num_sequences = sum(chunk.num_sampled > 0 for chunk in step.chunks)
-        num_read = sum(chunk.num_sampled > 0 for chunk in compress(step.chunks, self._is_read))
-        self._num_drafts = self.policy.choose(max(1, num_sequences), num_read)
-        if self._num_drafts is None:
+        num_read = sum(chunk.num_sampled > 0 for chunk in compress(step.chunks, is_read))
+        num_drafts = self.policy.choose(max(1, num_sequences), num_read)
+        if num_drafts is None:
             # Prompts are read all the same, which costs little: only their keys are computed. Otherwise prompts that
             # share a cached prefix, such as a long system prompt, would never have drafts.
             for index, chunk in enumerate(step.chunks):
-                self._is_read[index] &= chunk.start < chunk.sequence.num_prompt_tokens
-        self.runner.keeps_hidden = any(self._is_read)
+                is_read[index] &= chunk.start < chunk.sequence.num_prompt_tokens
         # The time of other steps depends on their prompts and images.
-        self._only_decodes = all(chunk.num_sampled == chunk.num_tokens for chunk in step.chunks)
-        self._began_s = self.clock()
+        only_decodes = all(chunk.num_sampled == chunk.num_tokens for chunk in step.chunks)
+        return DraftPlan(is_read, num_drafts, only_decodes, began_s=self.clock())
 
-    def draft(self, step: Step, find_room: Callable[[Sequence, int], int]) -> None:
-        """Let the predictor read an updated step's tokens, and draft for the sequences that continue.
+    def draft(self, step: Step, plan: DraftPlan, find_room: Callable[[Sequence, int], int]) -> list[DraftInput]:
+        """Let the predictor read an updated step's tokens, draft for the sequences that continue; return what it read.
 
         `find_room(sequence, wanted)` returns how many drafts the sequence has room for.
         """
         now_s = self.clock()
-        if self._only_decodes:
-            self.policy.time_step(step.num_tokens, now_s - self._began_s)
-        self.draft_inputs = []
+        if plan.only_decodes:
+            self.policy.time_step(step.num_tokens, now_s - plan.began_s)
+        draft_inputs: list[DraftInput] = []
         first_row = 0
-        for chunk, is_read in zip(step.chunks, self._is_read, strict=True):
+        for chunk, is_read in zip(step.chunks, plan.is_read, strict=True):
             sequence, stop = chunk.sequence, chunk.sequence.num_computed_tokens
             if is_read and sequence.status is Status.RUNNING and self._coverage.end(sequence, chunk.start, stop):
-                wanted = find_room(sequence, self._num_drafts) if self._num_drafts and sequence.is_decoding else 0
+                wanted = find_room(sequence, plan.num_drafts) if plan.num_drafts and sequence.is_decoding else 0
                 following = sequence.token_ids[chunk.start + 1 : stop + 1]
-                self.draft_inputs.append(DraftInput(sequence, chunk.start, stop, following, first_row, wanted))
+                draft_inputs.append(DraftInput(sequence, chunk.start, stop, following, first_row, wanted))
             first_row += chunk.num_tokens
-        if not self.draft_inputs:
-            return
-        for item, token_ids in zip(self.draft_inputs, self.runner.draft(self.draft_inputs), strict=True):
+        if not draft_inputs:
+            return []
+        for item, token_ids in zip(draft_inputs, self.runner.draft(draft_inputs), strict=True):
             self._coverage.add(item.sequence, item.start, item.stop)
             unused = self._drafted.pop(item.sequence, None)
             if unused is not None:  # a grammar rejected them or forced other tokens
                 self.policy.record(len(unused.token_ids), 0)
             if token_ids:
                 self._drafted[item.sequence] = _Draft(item.sequence.num_tokens, token_ids)
-        num_passes = max(item.num_drafts for item in self.draft_inputs)
-        if self._only_decodes and num_passes:
-            self.policy.time_pass(len(self.draft_inputs), (self.clock() - now_s) / num_passes)
+        num_passes = max(item.num_drafts for item in draft_inputs)
+        if plan.only_decodes and num_passes:
+            self.policy.time_pass(len(draft_inputs), (self.clock() - now_s) / num_passes)
+        return draft_inputs
 
     def _draft_of(self, sequence: Sequence) -> _Draft | None:
         """Return the draft for a sequence, None if it has changed since."""

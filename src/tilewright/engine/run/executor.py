@@ -18,7 +18,7 @@ from tilewright.engine.run.writer import DraftWriter, StepWriter
 from tilewright.engine.schedule.scheduler import Scheduler
 from tilewright.engine.schedule.step import Chunk, DraftInput, Sampled, Step
 from tilewright.inputs.media_buffer import MediaBuffer
-from tilewright.layers.batch import KeptStates
+from tilewright.layers.batch import WantedStates
 from tilewright.models.protocol import MediaItem
 from tilewright.types import Medium, Region
 
@@ -47,26 +47,26 @@ class Executor:
         self._draft_writer = None if draft_inputs is None else DraftWriter(draft_inputs, self.features)
         self._is_copied = not model_runner.device.is_host  # whether a step's inputs are copied to another device
         self._ahead: dict[bytes, Region] = {}  # media sent ahead of the step that encodes them
-        self.keeps_hidden = False  # whether steps keep all hidden states for `draft`
-
-    def run_and_keep(self, step: Step, kept: KeptStates) -> Tensor:
-        """Run a step like `run`, and write the hidden states of some of its tokens into `kept`."""
-        self.model_runner.kept = kept
-        try:
-            return self.run(step)
-        finally:
-            self.model_runner.kept = None
 
     def run(self, step: Step) -> Tensor:
         """Run a step and return its logits in order, fp32 [R, V]. The next step overwrites them."""
+        return self._run(step, self.model_runner.run)
+
+    def run_with_states(self, step: Step, wanted: WantedStates) -> tuple[Tensor, Tensor]:
+        """Run a step and return its logits as `run` does, and the hidden states that are wanted [M, D]."""
+        return self._run(step, lambda: self.model_runner.run_with_states(wanted))
+
+    def _run(self, step: Step, compute: Callable[[], Result]) -> Result:
+        """Return the result of `compute`, this rank's part of a step that all ranks compute."""
         if self._is_copied:
             self.model_runner.recycle()
+        are_ahead = False
         if step.encode:
             self._load(step.encode)
-            self.model_runner.media_are_ahead = self._take_ahead(step.encode)
-        self.writer.write(step, keeps_hidden=self.keeps_hidden)
+            are_ahead = self._take_ahead(step.encode)
+        self.writer.write(step, media_are_ahead=are_ahead)
         try:
-            logits = self._do(RankCommand.run, self.model_runner.run)
+            result = self._do(RankCommand.run, compute)
         finally:
             if step.encode:
                 self._note_encoded(step.encode)
@@ -75,7 +75,7 @@ class Executor:
                 self.model_runner.recycle()
         for group in step.cross_groups:
             self.cross_cache.fill(group.key)
-        return logits
+        return result
 
     @property
     def sends_ahead(self) -> bool:

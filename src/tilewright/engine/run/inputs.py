@@ -42,13 +42,14 @@ class StepHeader(NamedTuple):
     num_dropped: int = 0
     num_cross_fills: int = 0
     keeps_hidden: int = 0  # 1: the hidden states of all tokens are kept for a predictor
+    media_are_ahead: int = 0  # 1: the media to encode were sent to the device before the step
 
     @property
     def wants_all_logits(self) -> bool:
         return self.num_logit_rows == self.num_tokens
 
 
-_HEADER = struct.Struct(f"={len(StepHeader._fields)}q")  # ten times as fast as numpy for ten numbers
+_HEADER = struct.Struct(f"={len(StepHeader._fields)}q")  # ten times as fast as numpy for eleven numbers
 NUM_ENCODED_COLUMNS = 11  # of a row of `encoded`
 
 

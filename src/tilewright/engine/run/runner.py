@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from tilewright.engine.media.transfer import MediaTransfer
 from tilewright.engine.run.inputs import StepHeader, StepInputs, StepLayout, read_encoded_row
 from tilewright.engine.run.replay import MAX_RECORDED_TOKENS, CapturedSteps, RecordedSteps
 from tilewright.engine.schedule.step import StepLimits
-from tilewright.layers.batch import Batch, FeatureRun, KeptStates
+from tilewright.layers.batch import Batch, FeatureRun, WantedStates
 from tilewright.models.protocol import MediaBatch, MediaItem, Model, Predictor
 from tilewright.ops import backend
 from tilewright.ops.attention import KvCache
@@ -137,7 +137,6 @@ class ModelRunner:
         self.inputs = inputs
         self.cross_caches = cross_caches
         self.states = states
-        self.media_are_ahead = False  # whether the next step's media were sent by `send_ahead`
         self.replay = replay
         self.features: dict[int, Tensor] = {}  # by the scheduler's ids
         self._arena = Arena()
@@ -146,7 +145,6 @@ class ModelRunner:
         self._captured: CapturedSteps[tuple[Tensor, Tensor | None]] = CapturedSteps(self.device, "steps")
         self._max_rows = min(limits.max_sequences, limits.max_tokens_per_step)
         self.predictor = predictor
-        self.kept: KeptStates | None = None  # hidden states that the caller wants from the next step
         self._hidden: Tensor | None = None  # of the last step's tokens, valid until the arena is used again
         self._drafts: DraftRunner | None = None
         if predictor is not None:
@@ -175,38 +173,54 @@ class ModelRunner:
     def run(self) -> Tensor:
         """Run the step in `inputs` and return its logits, fp32 [R, V]. The next step overwrites them."""
         header = self.inputs.header
-        is_captured, padded = False, header
-        if not self._is_host:
-            is_captured = self._can_capture(header)
-            padded = self._pad(header) if is_captured else header
-            self.inputs.send()
-        if header.num_dropped:
-            for feature_id in self.inputs.arrays["dropped_ids"][: header.num_dropped].tolist():
-                self.features.pop(feature_id, None)
-        if header.num_encoded:
-            self._encode(header.num_encoded)
-        if header.num_cross_fills:
-            self._fill(header.num_cross_fills)
+        is_captured = self._can_capture(header)
+        padded = self._pad(header) if is_captured else header
+        self._prepare(header)
         if not header.num_tokens:
             return torch.empty(0, self.model.vocab_size)
         if is_captured:
             logits, self._hidden = self._captured.run(self._captured_shape(padded), lambda: self._forward(padded, True))
             return logits[: header.num_tokens]
         is_small = header.num_tokens <= MAX_RECORDED_TOKENS and header.wants_all_logits
-        is_recorded = self.replay and self._is_host
-        if is_recorded and is_small and not header.num_feature_runs and self.kept is None:
+        if self._is_recorded and is_small and not header.num_feature_runs:
             shape = header.num_tokens, header.num_sequences, header.num_cross_rows, header.num_cross_spans
             logits, self._hidden = self._recorded.run(shape, lambda: self._forward(header, True))
             return logits
         with self._arena.use():
-            logits, self._hidden = self._forward(header, is_recorded)
+            logits, self._hidden = self._forward(header, self._is_recorded)
         return logits
 
+    @torch.inference_mode()
+    def run_with_states(self, wanted: WantedStates) -> tuple[Tensor, Tensor]:
+        """Run the step in `inputs` op by op; return its logits, and the hidden states that are wanted [M, D]."""
+        header = self.inputs.header
+        self._prepare(header)
+        self._hidden = None
+        with self._arena.use():
+            return self.model.forward_with_states(self._batch(header, self._is_recorded), wanted)
+
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether steps of the host are recorded."""
+        return self.replay and self._is_host
+
+    def _prepare(self, header: StepHeader) -> None:
+        """Send the step to a device, and compute the features and the cross-attention pages that it reads."""
+        if not self._is_host:
+            self.inputs.send()
+        if header.num_dropped:
+            for feature_id in self.inputs.arrays["dropped_ids"][: header.num_dropped].tolist():
+                self.features.pop(feature_id, None)
+        if header.num_encoded:
+            self._encode(header)
+        if header.num_cross_fills:
+            self._fill(header.num_cross_fills)
+
     def _can_capture(self, header: StepHeader) -> bool:
-        """Return whether every sequence of a step has one token and nothing else to do."""
+        """Return whether a device records the step: every sequence has one token and nothing else to do."""
         is_decode = 0 < header.num_tokens == header.num_sequences and header.wants_all_logits
-        is_plain = not header.num_feature_runs and self.kept is None
-        return self.replay and is_decode and is_plain and header.num_sequences <= CAPTURED_SEQUENCES[-1]
+        is_plain = is_decode and not header.num_feature_runs and header.num_sequences <= CAPTURED_SEQUENCES[-1]
+        return is_plain and self.replay and not self._is_host
 
     def _pad(self, header: StepHeader) -> StepHeader:
         """Pad the step to the sequences of a recorded one; return it unchanged if tokens attend to encoder states."""
@@ -239,13 +253,14 @@ class ModelRunner:
         self._hidden = None  # the drafts use this memory from now on
         return drafts
 
-    def _encode(self, count: int) -> None:
+    def _encode(self, header: StepHeader) -> None:
         """Store the features of media under their ids: from one pass of the encoder, or as sent with the request."""
         assert self._media is not None, "a model that takes media has a buffer for them"
-        media = [read_encoded_row(row) for row in self.inputs.arrays["encoded"][:count].tolist()]
+        media = [read_encoded_row(row) for row in self.inputs.arrays["encoded"][: header.num_encoded].tolist()]
         is_captured = self.replay and not self._is_host
         limit = MAX_CAPTURED_MEDIA_ROWS if is_captured else 0
-        batch = self._media.send([item for _, item in media], ahead=self.media_are_ahead, max_kept_rows=limit)
+        items = [item for _, item in media]
+        batch = self._media.send(items, ahead=bool(header.media_are_ahead), max_kept_rows=limit)
         to_encode: dict[int, MediaItem] = {}  # by the ids of their features
         for (feature_id, _), item in zip(media, batch.items, strict=True):
             if item.feature_width:
@@ -276,8 +291,7 @@ class ModelRunner:
         feature_runs = self._feature_runs(inputs)
         states = None if self.states is None else self.states.batch(inputs, header)
         cross = inputs.cross_batch(header, self.cross_caches, recorded=is_recorded)
-        batch = inputs.batch(header, self.kv_caches, feature_runs, cross, states, recorded=is_recorded)
-        return batch if self.kept is None else replace(batch, kept=self.kept)
+        return inputs.batch(header, self.kv_caches, feature_runs, cross, states, recorded=is_recorded)
 
     def _fill(self, num_fills: int) -> None:
         """Write the keys and values of encoder states to their cross-attention pages."""

@@ -100,7 +100,8 @@ class StepWriter:
         self._tokens = TokenWriter(inputs, inputs.layout.window_pages)
         self._arrays = inputs.arrays
 
-    def write(self, step: Step, *, keeps_hidden: bool = False) -> None:
+    def write(self, step: Step, *, media_are_ahead: bool = False) -> None:
+        """Write a step. `media_are_ahead`: `send_ahead` has sent the media of step.encode to the runner's device."""
         chunks = step.chunks
         # In this order: a dropped id may be assigned to a medium that is encoded in this step.
         num_dropped = self._write_dropped() if self.features.num_dropped else 0
@@ -128,7 +129,8 @@ class StepWriter:
                 num_encoded,
                 num_dropped,
                 num_fills,
-                keeps_hidden,
+                step.keeps_hidden,
+                media_are_ahead,
             )
         )
 

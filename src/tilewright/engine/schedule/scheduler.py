@@ -25,7 +25,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self.failures: dict[str, Exception] = {}  # by request: the error that ended one of its sequences in this step
+        self._failures: dict[str, Exception] = {}  # by request: the error that ended one of its sequences in this step
 
     @property
     def has_work(self) -> bool:
@@ -68,9 +68,14 @@ class Scheduler:
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
         """End a sequence that failed; others of its request continue until the step is done."""
-        self.failures.setdefault(sequence.request_id, error)
+        self._failures.setdefault(sequence.request_id, error)
         if not sequence.is_finished:
             self.finish(sequence, "abort")
+
+    def take_failures(self) -> dict[str, Exception]:
+        """Return the errors of sequences that failed since the last call, by request."""
+        failures, self._failures = self._failures, {}
+        return failures
 
     def media_ahead(self, step: Step) -> list[Medium]:
         """Return media that the next step is likely to encode."""

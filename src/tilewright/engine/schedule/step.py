@@ -129,6 +129,7 @@ class Step:
     chunks: list[Chunk] = field(default_factory=list)
     encode: list[Medium] = field(default_factory=list)  # distinct, not in the feature cache
     cross_groups: list[CrossGroup] = field(default_factory=list)  # distinct, with pages that are not filled yet
+    keeps_hidden: bool = False  # whether the hidden states of all its tokens are kept, for a predictor
 
     @property
     def num_tokens(self) -> int:

@@ -14,7 +14,7 @@ from tilewright.engine.schedule.step import Step
 from tilewright.engine.speech.runner import SpeechRunner, TalkerChunk
 from tilewright.engine.speech.sequence import SpeechParams, SpeechSequence
 from tilewright.engine.speech.voices import find_voice
-from tilewright.layers.batch import KeptStates
+from tilewright.layers.batch import WantedStates
 from tilewright.models.qwen3_omni.code2wav import Code2WavState
 from tilewright.ops import backend
 from tilewright.types import ContextLengthExceeded, ModelInputs, SamplingParams
@@ -91,13 +91,13 @@ class SpeechScheduler:
             self._by_answer[answer] = speech
         self.waiting.append(speech)
 
-    def states_to_keep(self, step: Step) -> KeptStates | None:
+    def wanted_states(self, step: Step) -> WantedStates | None:
         """Return the tokens of a step of text whose hidden states the talker will read."""
         rows = [row for row, _, _ in self._media_rows(step)]
-        return KeptStates(torch.tensor(rows, device=backend.device()), self.model.accept_layer) if rows else None
+        return WantedStates(torch.tensor(rows, device=backend.device()), self.model.accept_layer) if rows else None
 
     def store_states(self, step: Step, states_MD: Tensor) -> None:
-        """Store the hidden states of the tokens that `states_to_keep` returned."""
+        """Store the hidden states of the tokens that `wanted_states` returned."""
         for (_, speech, token), state in zip(self._media_rows(step), states_MD, strict=True):
             speech.media_states[token] = state
 
