@@ -17,7 +17,7 @@ from tilewright.engine.sample.detokenizer import Detokenizer, TokenDecoder
 from tilewright.engine.sample.sampler import Sampler
 from tilewright.engine.schedule.resources import SequenceResources
 from tilewright.engine.schedule.scheduler import Scheduler
-from tilewright.engine.schedule.sequence import Sequence
+from tilewright.engine.schedule.sequence import PromptReader, Sequence
 from tilewright.engine.schedule.step import DraftInput, Event, Sampled, Step
 from tilewright.engine.speech.scheduler import SpeechScheduler
 from tilewright.engine.speech.sequence import SpeechSequence
@@ -118,8 +118,12 @@ class EngineCore:
         params: SamplingParams,
         submitted_s: float | None = None,
         grammar: Grammar | None = None,
+        prompt_reader: PromptReader | None = None,
     ) -> list[Sequence]:
-        """Queue a new request and return its sequences; RequestError if it can never be answered."""
+        """Queue a new request and return its sequences; RequestError if it can never be answered.
+
+        `prompt_reader` gets the logits of the prompt, if its log-probabilities are asked for.
+        """
         for name, ids, count in (
             ("the prompt", inputs.token_ids, self.num_embeddings),
             ("logit_bias", params.logit_bias, self.vocabulary_size),
@@ -130,7 +134,9 @@ class EngineCore:
                     raise RequestError(f"{name} has token {token_id}, expected 0 to {count - 1}")
         self.scheduler.check(len(inputs.token_ids))
         speeches = [self._make_speech(inputs, params) for _ in range(params.n)] if params.voice is not None else []
-        sequences = Sequence.for_request(request_id, inputs, params, self.eos_token_ids, submitted_s, grammar)
+        sequences = Sequence.for_request(
+            request_id, inputs, params, self.eos_token_ids, submitted_s, grammar, prompt_reader
+        )
         stop = params.stop if grammar is None else ()  # a grammar decides where the answer ends
         for sequence in sequences:
             self._detokenizers[sequence] = Detokenizer(self.make_token_decoder(), stop, params.min_tokens)

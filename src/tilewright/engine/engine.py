@@ -27,7 +27,7 @@ from tilewright.engine.measure.stats import Stats
 from tilewright.engine.media.features import encode_now, features_part
 from tilewright.engine.ranks.ranks import EngineRanks, start_ranks
 from tilewright.engine.run.executor import Executor
-from tilewright.engine.sample.sampler import PromptReader
+from tilewright.engine.schedule.sequence import PromptReader
 from tilewright.engine.schedule.step import StepLimits
 from tilewright.engine.speech.voices import voice_aliases
 from tilewright.inputs.isolation.opener import IsolatedOpener, Opener
@@ -316,13 +316,8 @@ class Engine:
         called on the engine's thread, for parts of the prompt in order; the logits are overwritten after it returns.
         """
         inputs = self.loaded.processor.prompt(None, token_ids)
-        readers = self.loop.core.sampler.prompt_readers
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
-        readers[id(inputs)] = read
-        try:
-            self.loop.submit(lambda: inputs, params, has_media=False).result()
-        finally:
-            del readers[id(inputs)]
+        self.loop.submit(lambda: inputs, params, has_media=False, prompt_reader=read).result()
 
     def features(self, medium: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message part with the encoded features of an image, video or sound (docs/inputs.md).

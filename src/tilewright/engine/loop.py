@@ -19,7 +19,7 @@ from tilewright.engine.core import EngineCore, StepResult
 from tilewright.engine.handle import EngineError, EngineLostError, Handle
 from tilewright.engine.measure.costs import Costs, draft_cost, step_cost
 from tilewright.engine.measure.stats import Stats, StepCount, StepCounter
-from tilewright.engine.schedule.sequence import Sequence
+from tilewright.engine.schedule.sequence import PromptReader, Sequence
 from tilewright.engine.schedule.step import Step
 from tilewright.host.memory import trim_heap
 from tilewright.types import Completion, Delta, ModelInputs, RequestError, SamplingParams
@@ -96,10 +96,12 @@ class EngineLoop:
         has_media: bool = True,
         is_long: bool = False,
         aborted: threading.Event | None = None,
+        prompt_reader: PromptReader | None = None,
     ) -> Handle:
         """Return the Handle of a request whose prompt `prepare` makes; the Handle raises what `prepare` raises.
 
-        `aborted` is set when the request is aborted, so that `prepare` can end early.
+        `aborted` is set when the request is aborted, so that `prepare` can end early. `prompt_reader` is called on the
+        engine's thread (`EngineCore.add`).
         """
         handle = Handle(uuid.uuid4().hex, params, self._abort, aborted)
         # Outside the lock, which the engine's thread needs too: looking up a constraint of megabytes takes a while.
@@ -112,11 +114,11 @@ class EngineLoop:
             if self._failure:
                 raise self._failure
             if self._preparers:  # first: if no thread can be started, nothing is left behind
-                self._preparers.submit(kind, partial(self._prepare, handle, prepare))
+                self._preparers.submit(kind, partial(self._prepare, handle, prepare, prompt_reader))
             self._handles[handle.request_id] = handle
             self._num_preparing += 1
         if not self._preparers:
-            self._prepare(handle, prepare)
+            self._prepare(handle, prepare, prompt_reader)
         return handle
 
     def step(self) -> bool:
@@ -226,17 +228,21 @@ class EngineLoop:
             self._inbox.append(task)
             self._changed.notify_all()
 
-    def _prepare(self, handle: Handle, prepare: Callable[[], ModelInputs]) -> None:
+    def _prepare(self, handle: Handle, prepare: Callable[[], ModelInputs], prompt_reader: PromptReader | None) -> None:
         try:
             inputs = None if handle.is_aborted else prepare()
             grammar = None if inputs is None else self.core.compile(inputs, handle.params)
         except BaseException as error:
             self._post(partial(self._add, handle, error))
         else:
-            self._post(partial(self._add, handle, inputs, grammar))
+            self._post(partial(self._add, handle, inputs, grammar, prompt_reader))
 
     def _add(
-        self, handle: Handle, prepared: ModelInputs | BaseException | None, grammar: Grammar | None = None
+        self,
+        handle: Handle,
+        prepared: ModelInputs | BaseException | None,
+        grammar: Grammar | None = None,
+        prompt_reader: PromptReader | None = None,
     ) -> None:
         """Pass a prepared request to the core, or end it if preparing failed or it was aborted."""
         with self._changed:
@@ -250,7 +256,14 @@ class EngineLoop:
             handle.prompt_token_ids, handle.opens_reasoning = prepared.token_ids, prepared.opens_reasoning
             self._has_read_media |= bool(prepared.media)
             try:
-                self.core.add(handle.request_id, prepared, handle.params, handle.submitted_s, grammar)
+                self.core.add(
+                    handle.request_id,
+                    prepared,
+                    handle.params,
+                    handle.submitted_s,
+                    grammar=grammar,
+                    prompt_reader=prompt_reader,
+                )
             except Exception as error:
                 self._end(handle, error)
 

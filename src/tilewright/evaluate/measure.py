@@ -20,7 +20,7 @@ from tilewright.bench import report
 from tilewright.bench.report import aligned, write_document
 from tilewright.bench.rounds import Prompts
 from tilewright.engine.engine import Engine
-from tilewright.engine.sample.sampler import PromptReader
+from tilewright.engine.schedule.sequence import PromptReader
 from tilewright.evaluate.material import AnswerScore, EvalVariant, Question, Window, split
 from tilewright.types import RequestError
 

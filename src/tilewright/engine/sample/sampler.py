@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
@@ -118,11 +117,6 @@ class Masks:
             self._rows = torch.empty(2 * num_rows, dtype=torch.int64)
 
 
-# Called with the index of a prompt token and fp32 logits [R, V] for it and the tokens after it, before the next step
-# overwrites them.
-PromptReader = Callable[[int, Tensor], None]
-
-
 class _Rows(NamedTuple):
     """Buffers to draw from a number of rows, allocated once: making small tensors costs more than an argmax."""
 
@@ -141,8 +135,6 @@ class Sampler:
     """Draws the next tokens. A sequence's draw depends only on its own logits, seed and position."""
 
     def __init__(self) -> None:
-        # By id() of the ModelInputs: readers of a prompt's raw logits.
-        self.prompt_readers: dict[int, PromptReader] = {}
         self._occurrences: WeakKeyDictionary[Sequence, TokenCounts] = WeakKeyDictionary()
         self._device = backend.place()  # where logits are and tokens are drawn
         self._uploads = Uploads(self._device)
@@ -159,9 +151,9 @@ class Sampler:
         if not logits.shape[0]:
             return [Sampled() for _ in chunks]
         self._uploads.begin()
-        if self.prompt_readers:
-            self._show_prompts(logits, chunks)
         keep_raw = any(chunk.num_prompt_rows or chunk.sequence.params.logprobs is not None for chunk in chunks)
+        if keep_raw:
+            self._show_prompts(logits, chunks)
         drawn = self._draw(logits, chunks, keep_raw)
         token_ids: list[list[int]] = []
         first = 0
@@ -178,7 +170,7 @@ class Sampler:
     def _show_prompts(self, logits: Tensor, chunks: list[Chunk]) -> None:
         first = 0
         for chunk in chunks:
-            reader = self.prompt_readers.get(id(chunk.sequence.inputs))
+            reader = chunk.sequence.prompt_reader
             if reader is not None and chunk.num_prompt_rows:
                 rows = logits[first : first + chunk.num_prompt_rows]
                 reader(_first_target(chunk), self._device.fetch(rows))

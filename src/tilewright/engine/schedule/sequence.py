@@ -7,16 +7,21 @@ import enum
 import itertools
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from tilewright.engine.constraint.compiler import Grammar
 from tilewright.engine.constraint.matcher import Matcher
 from tilewright.engine.kv.cross import CrossGroup, CrossSpan, cross_groups_of
 from tilewright.engine.measure.stats import StepReads
 from tilewright.types import FinishReason, Medium, ModelInputs, SamplingParams, Timings, TokenLogprob
+
+# Called with the index of a prompt token and fp32 logits [R, V] for it and the tokens after it, before the next step
+# overwrites them.
+PromptReader = Callable[[int, Tensor], None]
 
 _next_id = itertools.count()
 NO_SLOT = -1
@@ -87,6 +92,7 @@ class Sequence:
         stop_token_ids: Collection[int] = (),
         submitted_s: float | None = None,
         matcher: Matcher | None = None,
+        prompt_reader: PromptReader | None = None,
     ) -> None:
         self.id = next(_next_id)  # counts up with arrival
         self.request_id = request_id
@@ -99,6 +105,7 @@ class Sequence:
         # With ignore_eos the stop tokens include the end of text only if a grammar may need it.
         self._ignored_token_ids = self.stop_token_ids.difference(params.stop_token_ids)
         self.matcher = matcher  # of a constrained answer, until it is finished
+        self.prompt_reader = prompt_reader  # gets the raw logits of the prompt, if its log-probabilities are asked for
 
         self.token_ids = list(inputs.token_ids)
         self.num_prompt_tokens = len(inputs.token_ids)
@@ -140,6 +147,7 @@ class Sequence:
         eos_token_ids: Collection[int] = (),
         submitted_s: float | None = None,
         grammar: Grammar | None = None,
+        prompt_reader: PromptReader | None = None,
     ) -> list[Sequence]:
         """Return the params.n sequences of a request. Without a seed they share a random one."""
         stop_token_ids = frozenset(params.stop_token_ids)
@@ -159,6 +167,7 @@ class Sequence:
                 stop_token_ids=stop_token_ids,
                 submitted_s=submitted_s,
                 matcher=None if grammar is None else grammar.start(),
+                prompt_reader=prompt_reader,
             )
             sequences.append(sequence)
         return sequences
