@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 import operator
@@ -29,6 +30,12 @@ class RequestError(ValueError):
         self.param = param
         if code is not None:
             self.code = code
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint for an error about an unknown name: the nearest known name; empty if none is near."""
+    nearest = difflib.get_close_matches(name[:100], list(known), n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 class TransientError(RuntimeError):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -158,13 +159,35 @@ def test_timings_and_counts(engine):
         ({"temperature": -1}, "temperature is -1"),
         ({"top_k": -2}, "top_k is -2"),
         ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"surprise": 1}, "unknown sampling parameter 'surprise'"),
+        ({"surprise": 1}, "unknown sampling parameter 'surprise'$"),
+        ({"temperatur": 1}, "unknown sampling parameter 'temperatur'; did you mean temperature?"),
         ({"logit_bias": {100000: 1.0}}, "token 100000"),
     ],
 )
 def test_bad_parameters_are_named(engine, options, words):
     with pytest.raises(RequestError, match=words):
         engine.generate("x", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperatur": 0.0}, "unknown option 'temperatur', .*; did you mean temperature?"),
+        ({"template_argument": {}}, "did you mean template_arguments?"),
+        ({"template_arguments": {"temperature": 0.0}}, "template_arguments has 'temperature'"),
+    ],
+)
+def test_a_misspelt_option_of_a_chat_is_refused(engine, options, words):
+    """It was once taken for an argument of the chat template, which did not read it."""
+    with pytest.raises(RequestError, match=words):
+        engine.chat([{"role": "user", "content": "x"}], max_tokens=1, **options)
+
+
+def test_arguments_of_the_chat_template(engine):
+    """By the mapping, or by names that the template reads; one that no template needs to know may always be given."""
+    ask = partial(engine.submit_chat, [{"role": "user", "content": "x"}], max_tokens=1)
+    handles = ask(), ask(enable_thinking=False), ask(template_arguments={"enable_thinking": False, "other": 1})
+    assert len({handle.result()[0].num_prompt_tokens for handle in handles[1:]}) == 1
 
 
 @pytest.mark.parametrize("prompt", [{"prompt": ""}, {"prompt_token_ids": []}, {"prompt_token_ids": [[1], []]}])

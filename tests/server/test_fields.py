@@ -296,8 +296,10 @@ def test_continue_final_message(post, scripted):
     path = f"{running.url}/v1/chat/completions"
     httpx.post(path, json={"messages": QUESTION, "continue_final_message": True, "add_generation_prompt": False})
     httpx.post(path, json={"messages": QUESTION, "add_generation_prompt": False, "enable_thinking": False})
-    assert backend.requests[0].template_args == {"continue_final_message": True, "add_generation_prompt": False}
-    assert backend.requests[1].template_args == {"add_generation_prompt": False, "enable_thinking": False}
+    continued, closed = backend.requests
+    assert continued.continue_final_message and not continued.add_generation_prompt
+    assert not closed.continue_final_message and not closed.add_generation_prompt
+    assert (continued.template_arguments, closed.template_arguments) == ({}, {"enable_thinking": False})
     both = {"continue_final_message": True, "add_generation_prompt": True}
     assert refusal_of(post("/v1/chat/completions", **both))["param"] == "add_generation_prompt"
     assert refusal_of(post("/v1/chat/completions", continue_final_message=True))["param"] == "continue_final_message"

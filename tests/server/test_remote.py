@@ -37,7 +37,7 @@ def test_it_keeps_restarting_once_it_was_ready(tmp_path, monkeypatch):
             deep = {}
             for _ in range(5000):
                 deep = {"in": deep}
-            backend.submit(EngineRequest(text="x", template_args=deep), lambda event: None)
+            backend.submit(EngineRequest(text="x", template_arguments=deep), lambda event: None)
         working = subprocess.Popen
         monkeypatch.setattr(subprocess, "Popen", no_more_files)
         backend._process.kill()

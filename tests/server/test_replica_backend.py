@@ -278,7 +278,7 @@ def test_a_request_nested_too_deeply_is_refused():
         backend = ReplicaBackend(ScriptedReplicas(answer("Hello")))
         await backend.start()
         with pytest.raises(RequestError, match="nested too deeply"):
-            backend.submit(EngineRequest(text="x", template_args=deep), print)
+            backend.submit(EngineRequest(text="x", template_arguments=deep), print)
 
     asyncio.run(live())
 

@@ -78,7 +78,7 @@ def test_pictures_count_by_content():
 def test_tools_and_template_arguments_come_first():
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     assert common(chat(user("Hi")), chat(user("Hi"), tools=tools)) == 0
-    assert common(chat(user("Hi")), chat(user("Hi"), template_args={"enable_thinking": False})) == 0
+    assert common(chat(user("Hi")), chat(user("Hi"), template_arguments={"enable_thinking": False})) == 0
 
 
 def test_the_number_of_keys_is_bounded():

@@ -128,7 +128,7 @@ def test_a_text_is_read_out(url, backend):
         assert file.readframes(file.getnframes()) == SAMPLES.tobytes()
     request = backend.requests[-1]
     assert request.messages == [{"role": "assistant", "content": "Good day."}]
-    assert request.template_args == {"continue_final_message": True}
+    assert request.continue_final_message and not request.template_arguments
     assert request.sampling == {"max_tokens": 1, "voice": "bob"}
 
 

@@ -139,7 +139,7 @@ def test_the_sound_of_videos_is_asked_for(scripted):
     server, backend = scripted(**EARS)
     ask = {"model": "scripted", "messages": [{"role": "user", "content": "What?"}]}
     server.client().chat.completions.create(**ask, extra_body={"mm_processor_kwargs": {"use_audio_in_video": True}})
-    assert backend.requests[0].template_args["use_audio_in_video"] is True
+    assert backend.requests[0].use_audio_in_video is True
     with pytest.raises(openai.BadRequestError, match="mm_processor_kwargs"):
         server.client().chat.completions.create(**ask, extra_body={"mm_processor_kwargs": {"fps": 3}})
 

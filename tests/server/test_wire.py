@@ -66,7 +66,11 @@ def test_requests():
     sampling = {"max_tokens": 3, "logit_bias": {5: 1.5}, "constraint": Constraint("regex", "a+", True)}
     messages = [{"role": "user", "content": [{"type": "image", "image": b"\x00\xff"}, {"type": "text", "text": "?"}]}]
     request = EngineRequest(
-        messages=messages, template_args={"enable_thinking": False}, sampling=sampling, wants_prompt=True
+        messages=messages,
+        template_arguments={"enable_thinking": False},
+        continue_final_message=True,
+        sampling=sampling,
+        wants_prompt=True,
     )
     assert request_from_json(through({"request": request_to_json(request)})["request"]) == request
     bare = EngineRequest(token_ids=[1, 2])

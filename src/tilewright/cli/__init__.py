@@ -2,10 +2,9 @@
 
 import argparse
 import contextlib
-import difflib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from tilewright import __version__
@@ -53,9 +52,11 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors name the nearest flag, command or choice, and show the usage of the command at fault."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        from tilewright.types import did_you_mean
+
         words = sys.argv[1:] if args is None else list(args)
         if (flag := self._unknown_flag(words)) is not None:
-            self.error(f"there is no flag {flag}{_suggestion(flag, self._option_string_actions)}")
+            self.error(f"there is no flag {flag}{did_you_mean(flag, self._option_string_actions)}")
         options, others = super().parse_known_args(words, namespace)
         if others:
             self.error(f"unexpected argument {others[0]!r}: a text with spaces needs quotes")
@@ -76,8 +77,10 @@ class _Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
+            from tilewright.types import did_you_mean
+
             if action.choices is not None:
-                error.message += _suggestion(str(value), map(str, action.choices))
+                error.message += did_you_mean(str(value), map(str, action.choices))
             raise
 
     def error(self, message: str) -> NoReturn:
@@ -85,11 +88,6 @@ class _Parser(argparse.ArgumentParser):
         formatter.add_usage(None, self._get_positional_actions(), [], None)
         usage = formatter.format_help().rstrip().replace(self.prog, f"{self.prog} [OPTION ...]", 1)
         self.exit(2, f"{usage}\n{self.prog}: {message}\nAll options: {self.prog} --help\n")
-
-
-def _suggestion(word: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import logging
 import math
 import threading
@@ -41,7 +42,16 @@ from tilewright.ops import platform
 from tilewright.ops.device import HOST, Device
 from tilewright.ops.native import bind_team, work_alone
 from tilewright.ops.platform import Platform
-from tilewright.types import Completion, Delta, MediaKind, Messages, ModelInputs, RequestError, SamplingParams
+from tilewright.types import (
+    Completion,
+    Delta,
+    MediaKind,
+    Messages,
+    ModelInputs,
+    RequestError,
+    SamplingParams,
+    did_you_mean,
+)
 from tilewright.weights import embedded, hub
 from tilewright.weights.cache import EntryCheck
 from tilewright.weights.checkpoint import open_checkpoint
@@ -213,11 +223,12 @@ class Engine:
 
         Messages are OpenAI's, with parts such as {"type": "image", "image": path, bytes, PIL image or array}, or
         {"type": "audio", "audio": path, bytes, array at 16 kHz or (array, rate)}. Options are the names of
-        SamplingParams, `tools`, `use_audio_in_video` (read the sound of videos too), and the variables of the chat
-        template (`enable_thinking`, ...). `constraint=Constraint("json_schema", schema)` (or "regex", "lark";
-        `tilewright.types`) constrains the answer to a grammar. With `modalities=("text", "audio")` the answer is also
-        spoken by `voice`, or the first of `voices`: `audio` is fp32 samples at `audio_rate` per second; the deltas of
-        `stream` have them as they are generated. OpenAI's voice names stand for those in `voice_aliases`.
+        SamplingParams, `tools`, `use_audio_in_video` (read the sound of videos too), and `template_arguments`, a dict
+        of arguments for the chat template; those that it reads (`enable_thinking`, ...) may also be given by name.
+        `constraint=Constraint("json_schema", schema)` (or "regex", "lark"; `tilewright.types`) constrains the answer to
+        a grammar. With `modalities=("text", "audio")` the answer is also spoken by `voice`, or the first of `voices`:
+        `audio` is fp32 samples at `audio_rate` per second; the deltas of `stream` have them as they are generated.
+        OpenAI's voice names stand for those in `voice_aliases`.
         """
         if messages and not isinstance(messages[0], Mapping):
             handles = [self.submit_chat(conversation, **options) for conversation in messages]
@@ -272,18 +283,60 @@ class Engine:
             if not handle.is_done:
                 handle.abort()
 
-    def submit_chat(self, messages: Messages, **options: Any) -> Handle:
-        """Submit a conversation and return its Handle. Options that do not control sampling go to the chat template."""
-        options["voice"] = self._voice(options.pop("modalities", None), options.get("voice"))
-        sampling = {name: options.pop(name) for name in list(options) if name in SamplingParams.__dataclass_fields__}
+    def submit_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[object] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        use_audio_in_video: bool = False,
+        modalities: Sequence[str] | None = None,
+        **options: Any,
+    ) -> Handle:
+        """Submit a conversation and return its Handle.
+
+        `template_arguments` go to the chat template. `options` are names of SamplingParams, or template arguments by
+        names that the template reads; any other name is refused.
+        """
+        sampling, arguments = self._sorted_options(options)
+        arguments |= template_arguments or {}
+        _check_template_arguments(arguments)
+        sampling["voice"] = self._voice(modalities, sampling.get("voice"))
         processor, is_known = self.loaded.processor, self.loop.core.resources.media.is_known
-        template_args = {name: value for name, value in options.items() if name != "tools"}
         return self._submit(
-            lambda budget: processor.chat(messages, is_known=is_known, budget=budget, **options),
+            lambda budget: processor.chat(
+                messages,
+                tools=tools,
+                is_known=is_known,
+                budget=budget,
+                use_audio_in_video=use_audio_in_video,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **arguments,
+            ),
             sampling,
             has_media=has_media(messages),
-            num_characters=self.text_limits.check_chat(messages, options.get("tools"), template_args),
+            num_characters=self.text_limits.check_chat(messages, tools, arguments),
         )
+
+    def _sorted_options(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the sampling parameters and the template arguments among options; RequestError for any other name."""
+        sampling: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
+        template = self.loaded.processor.template
+        for name, value in options.items():
+            if name in _SAMPLING_NAMES:
+                sampling[name] = value
+            elif template is not None and template.takes(name):
+                arguments[name] = value
+            else:
+                hint = did_you_mean(name, (*_SAMPLING_NAMES, *_CHAT_NAMES))
+                raise RequestError(
+                    f"unknown option {name!r:.100}, expected a sampling parameter or what the chat template reads{hint}"
+                )
+        return sampling, arguments
 
     def submit_prompt(
         self,
@@ -413,9 +466,9 @@ class Engine:
 
     def sampling_params(self, **given: Any) -> SamplingParams:
         """Return SamplingParams from names, with the checkpoint's recommendations as defaults."""
-        unknown = sorted(set(given) - set(SamplingParams.__dataclass_fields__))
-        if unknown:
-            raise RequestError(f"unknown sampling parameter {unknown[0]!r}")
+        for name in given:
+            if name not in _SAMPLING_NAMES:
+                raise RequestError(f"unknown sampling parameter {name!r:.100}{did_you_mean(name, _SAMPLING_NAMES)}")
         chosen = {
             **self.loaded.sampling_defaults,
             **{name: value for name, value in given.items() if value is not None},
@@ -438,6 +491,23 @@ class Engine:
         budget = TextBudget(self.text_limits, aborted.is_set)
         is_long = num_characters > PIECE_CHARACTERS
         return self.loop.submit(lambda: prepare(budget), params, has_media=has_media, is_long=is_long, aborted=aborted)
+
+
+_SAMPLING_NAMES = tuple(SamplingParams.__dataclass_fields__)
+# Keywords of `Engine.submit_chat` that are not sampling parameters.
+_CHAT_NAMES = tuple(
+    name
+    for name, parameter in inspect.signature(Engine.submit_chat).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+)
+_RESERVED_ARGUMENTS = {*_SAMPLING_NAMES, *_CHAT_NAMES, "messages", "is_known", "budget", "fetch"}
+
+
+def _check_template_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise RequestError for a name that cannot be an argument of the chat template."""
+    for name in arguments:
+        if name in _RESERVED_ARGUMENTS or not str(name).isidentifier():
+            raise RequestError(f"template_arguments has {name!r:.100}, which is no argument of a chat template")
 
 
 def _on_backend(backend: str, device: Device, start: Callable[[], None]) -> Callable[[], None]:

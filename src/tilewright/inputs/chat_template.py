@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -19,6 +20,8 @@ from tilewright.types import REASONING_TAGS, Messages, RequestError
 if TYPE_CHECKING:
     import jinja2
 
+# Arguments that any request may bring: clients also send them to models that never reason.
+COMMON_ARGUMENTS = ("enable_thinking", "reasoning_effort")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -72,6 +75,20 @@ class ChatTemplate:
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError, OverflowError) as error:
             # Errors of a template whose messages have an unexpected form.
             raise RequestError(f"the chat template cannot render the messages: {error}") from error
+
+    def takes(self, name: str) -> bool:
+        """Return whether a request may bring an argument `name`: a template reads it, or any request may bring it."""
+        return name in COMMON_ARGUMENTS or name in self._variables
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        from jinja2 import TemplateSyntaxError, meta
+
+        environment, found = _environment(), set[str]()
+        for source in self.sources.values():
+            with contextlib.suppress(TemplateSyntaxError):  # rendering the first message reports it
+                found |= meta.find_undeclared_variables(environment.parse(source))
+        return frozenset(found)
 
     def _choose(self, has_tools: bool) -> str:
         if has_tools and "tool_use" in self.sources:

@@ -48,6 +48,7 @@ class TextProcessor:
         tools: Sequence[object] | None = None,
         is_known: Callable[[bytes], bool] | None = None,
         budget: TextBudget | None = None,
+        use_audio_in_video: bool = False,
         **template_args: Any,
     ) -> ModelInputs:
         """Return the inputs of a conversation, up to the model's answer."""

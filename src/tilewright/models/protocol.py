@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.media_buffer import MediaBuffer
 from tilewright.layers.attention import KvLayer
 from tilewright.layers.batch import Batch, FeatureRun, WantedStates
@@ -231,6 +232,10 @@ class Processor(Protocol):
 
     @property
     def prompt(self) -> Callable[..., ModelInputs]: ...
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template; None where there is none."""
 
     @property
     def image_token_ids(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tilewright.inputs.chat_template import COMMON_ARGUMENTS
 from tilewright.server.api.bodies import ChatBody, CompletionBody, SamplingBody
 from tilewright.server.http.errors import ApiError
 from tilewright.server.link.backend import EngineRequest, ModelInfo
@@ -129,18 +130,21 @@ def chat_request(body: ChatBody, messages: Sequence[Mapping[str, Any]], model: M
         sampling["voice"] = (body.audio and body.audio.voice) or model.voices[0]
     check_tools(body.plain_tools)
     _check_history(body, messages, model)
-    template_args = _template_args(body, model)
+    template_arguments = _template_arguments(body, model)
     # Reasoning precedes the constrained text unless it is off: then the prompt ends with an empty reasoning block.
     allows_reasoning = (
         model.template is not None
         and has_reasoning(model.template)
-        and template_args.get("enable_thinking") is not False
+        and template_arguments.get("enable_thinking") is not False
     )
     constraint_field, sampling["constraint"] = chat_constraint(body, model, allows_reasoning)
     return EngineRequest(
         messages=messages,
         tools=body.tools_in_use or None,
-        template_args=template_args,
+        template_arguments=template_arguments,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=_continues(body),
+        use_audio_in_video=body.mm_processor_kwargs is not None and body.mm_processor_kwargs.use_audio_in_video,
         sampling={name: value for name, value in sampling.items() if value is not None},
         names={"prompt": "messages", "constraint": constraint_field},
     )
@@ -206,14 +210,13 @@ def _logit_bias(given: Mapping[str, Any]) -> dict[int, float]:
     return {int(token_id): float(bias) for token_id, bias in given.items()}
 
 
-def _template_args(body: ChatBody, model: ModelInfo) -> dict[str, Any]:
+def _template_arguments(body: ChatBody, model: ModelInfo) -> dict[str, Any]:
     given = dict(body.chat_template_kwargs or {})
     for name in given:
         if name in _RESERVED_ARGUMENTS or not re.fullmatch(r"[A-Za-z]\w{0,63}", name):
             message = f"chat_template_kwargs has {name[:64]!r}, which is no argument of a chat template"
             raise ApiError(400, message, param="chat_template_kwargs")
-        # Clients also send these to models that never reason.
-        if name not in ("enable_thinking", "reasoning_effort") and not _reads(model.template, name):
+        if name not in COMMON_ARGUMENTS and not _reads(model.template, name):
             message = f"chat_template_kwargs has {name!r}, which the chat template of {model.name} does not read"
             raise ApiError(400, message, param="chat_template_kwargs", code="unsupported_parameter")
     if body.reasoning_effort is not None:
@@ -221,16 +224,15 @@ def _template_args(body: ChatBody, model: ModelInfo) -> dict[str, Any]:
         given.setdefault("enable_thinking", body.reasoning_effort != "none")
     if body.enable_thinking is not None:
         given["enable_thinking"] = body.enable_thinking
-    if body.mm_processor_kwargs is not None and body.mm_processor_kwargs.use_audio_in_video:
-        given["use_audio_in_video"] = True
-    if not body.add_generation_prompt:
-        given["add_generation_prompt"] = False
-    if body.continue_final_message:
-        if "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt:
-            message = "continue_final_message and add_generation_prompt are both true, expected one of them"
-            raise ApiError(400, message, param="add_generation_prompt")
-        given["continue_final_message"] = True
     return given
+
+
+def _continues(body: ChatBody) -> bool:
+    """Return whether the answer continues the last message."""
+    if body.continue_final_message and "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt are both true, expected one of them"
+        raise ApiError(400, message, param="add_generation_prompt")
+    return body.continue_final_message
 
 
 def _reads(template: str | None, name: str) -> bool:

@@ -71,7 +71,7 @@ def speech_request(body: SpeechBody, model: ModelInfo) -> EngineRequest:
     }
     return EngineRequest(
         messages=[{"role": "assistant", "content": body.input}],
-        template_args={"continue_final_message": True},
+        continue_final_message=True,
         sampling={name: value for name, value in sampling.items() if value is not None},
         names={"prompt": "input"},
     )

@@ -19,7 +19,10 @@ class EngineRequest:
     text: str | None = None
     token_ids: Sequence[int] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
-    template_args: Mapping[str, Any] = field(default_factory=dict)
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the answer continues the last message
+    use_audio_in_video: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams
     wants_prompt: bool = False  # Ended includes the prompt's text
     # The client's names for the prompt and the constraint, for errors.

@@ -122,7 +122,15 @@ class EngineService:
     def _submit(self, request: EngineRequest) -> Handle:
         sampling = dict(request.sampling)
         if request.messages is not None:
-            return self._engine.submit_chat(request.messages, tools=request.tools, **request.template_args, **sampling)
+            return self._engine.submit_chat(
+                request.messages,
+                tools=request.tools,
+                template_arguments=request.template_arguments,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                use_audio_in_video=request.use_audio_in_video,
+                **sampling,
+            )
         return self._engine.submit_prompt(text=request.text, token_ids=request.token_ids, **sampling)
 
 

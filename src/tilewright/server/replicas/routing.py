@@ -37,7 +37,7 @@ def prefix_keys(request: EngineRequest) -> tuple[bytes, ...]:
 
 def _keys(request: EngineRequest) -> Iterator[bytes]:
     # Tools and the template's arguments come before the first message in most chat templates.
-    setting = json.dumps([request.tools, request.template_args], default=repr, sort_keys=True)
+    setting = json.dumps([request.tools, request.template_arguments], default=repr, sort_keys=True)
     digest = hashlib.blake2b(setting.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     num_characters = len(setting) if request.tools else 0
     for piece in _pieces(request):
