@@ -22,7 +22,7 @@ LEVELS = levels()
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
 # Without torch, so that the server starts, and --help answers, at once.
-FREE_OF_TORCH = ["cli", "batch", "flags", "config", "host", "process", "types", "outputs", "server"]
+FREE_OF_TORCH = ["cli", "batch", "flags", "config", "host", "options", "process", "types", "outputs", "server"]
 
 
 def part_of(module: str) -> str | None:

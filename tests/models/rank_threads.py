@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from tilewright.engine.load.loading import load_network
+from tilewright.engine.options import EngineOptions
 from tilewright.engine.ranks.ranks import RankCommand, StepMemory, follow, lead
 from tilewright.engine.run.runner import build_runner
 from tilewright.parallel.rendezvous import open_rendezvous
@@ -13,13 +14,14 @@ from tilewright.parallel.rendezvous import open_rendezvous
 class RankThreads:
     """A model loaded in parts. `model` is the first rank's; cores that compute it take a `session` each."""
 
-    def __init__(self, folder, dtype, size, **options):
+    def __init__(self, folder, dtype, size, block=1, **options):
         self.size, self.dtype = size, dtype
         self.host = open_rendezvous(size)
         groups = [self.host.make_group(rank) for rank in range(size)]
         name = str(dtype).removeprefix("torch.")
         self.networks = [
-            load_network(folder, dtype=name, **{"pack_cache": False, **options}, group=group) for group in groups
+            load_network(folder, EngineOptions(dtype=name, **{"pack_cache": False, **options}), group, block=block)
+            for group in groups
         ]
         self.model = self.networks[0].model
         self.turns = [threading.Lock() for _ in range(size)]

@@ -16,6 +16,7 @@ from vision_gguf import _projector_tensors, stored_kind, write_projector, write_
 
 import tilewright
 from tilewright.engine.load.loading import load_network
+from tilewright.engine.options import EngineOptions
 from tilewright.types import RequestError
 from tilewright.weights.checkpoint import CheckpointError, open_checkpoint
 
@@ -52,7 +53,7 @@ def prompts(network):
 def test_features_and_logits_are_those_of_the_same_weights(name, networks, models, make_runner, tmp_path):
     hf, _ = networks(name)
     write_projector(hf, tmp_path / "mmproj-F32.gguf")
-    loaded = load_network(write_text(hf, tmp_path / "text.gguf"), dtype="float32", pack_cache=False)
+    loaded = load_network(write_text(hf, tmp_path / "text.gguf"), EngineOptions(dtype="float32", pack_cache=False))
     assert loaded.config["model_type"] == name
     ids = {key: value for key, value in loaded.config.items() if key.endswith("_token_id")}
     assert ids == {key: getattr(hf.config, key) for key in ids} and len(ids) == 4
@@ -115,7 +116,9 @@ def test_bytes_stay_bytes(network, tmp_path):
     """A Q8_0 projector is multiplied as such; its features are those of what it stands for, up to 8-bit activations."""
     text = write_text(network, tmp_path / "text.gguf")
     write_projector(network, tmp_path / "mmproj-Q8_0.gguf", Type.Q8_0)
-    packed, widened = (load_network(text, dtype="float32", pack_cache=False, quantize=name) for name in (None, "none"))
+    packed, widened = (
+        load_network(text, EngineOptions(dtype="float32", pack_cache=False, quantize=name)) for name in (None, "none")
+    )
     assert "int8 in groups of 32" in packed.report.bytes_by_format and list(widened.report.bytes_by_format) == [
         "float32"
     ]
@@ -184,7 +187,9 @@ def test_an_engine_sees_with_both_files_and_says_what_is_missing_with_one(tmp_pa
 
 
 def test_text_alone_is_what_the_model_with_its_projector_says(network, pair, make_runner):
-    both, alone = (load_network(pair, dtype="float32", pack_cache=False, mmproj=name) for name in (None, "none"))
+    both, alone = (
+        load_network(pair, EngineOptions(dtype="float32", pack_cache=False, mmproj=name)) for name in (None, "none")
+    )
     assert (both.config["model_type"], alone.config["model_type"]) == ("qwen3_vl", "qwen3")
     assert alone.checkpoint.missing.startswith("text.gguf was opened with mmproj none, without its projector")
     (seeing,) = logits_of(make_runner(both.model), [tiny.text_prompt(20, 1, num_axes=3)])
@@ -269,7 +274,7 @@ def test_incomplete_and_mismatched_projectors(network, tmp_path):
         open_checkpoint(text)
     write_projector(network, path, without=("v.blk.1.ln2.bias",))
     with pytest.raises(CheckpointError, match=r"missing:\s+model\.visual\.blocks\.1\.norm2\.bias \[96\]"):
-        load_network(text, dtype="float32", pack_cache=False)
+        load_network(text, EngineOptions(dtype="float32", pack_cache=False))
     write_projector(make_network(deepstack_visual_indexes=[1]), path)
     with pytest.raises(CheckpointError, match=r"features of 1 of its layers beside the last, but text\.gguf expects 2"):
         open_checkpoint(text)

@@ -11,6 +11,7 @@ from tilewright import Engine
 from tilewright.engine.kv.pages import kv_byte_dtype
 from tilewright.engine.load.loading import load_network
 from tilewright.engine.measure.costs import costs_of
+from tilewright.engine.options import EngineOptions
 from tilewright.ops import backend
 from tilewright.types import RequestError
 
@@ -62,7 +63,7 @@ def test_ranks_and_plain_torch_give_the_same(kv_cache_dtype, networks):
 def test_an_answer_depends_on_nothing_but_its_prompt(kv_cache_dtype, networks):
     """Not on those beside it, on chunks, replay or drafts, nor on whether its prefix was stored by another."""
     hf, folder = networks("qwen3")
-    model = load_network(folder, dtype="bfloat16", pack_cache=False).model
+    model = load_network(folder, EngineOptions(dtype="bfloat16", pack_cache=False)).model
     prompts = prompts_for("qwen3", hf)
 
     def answers(some, **options):
@@ -95,7 +96,7 @@ def test_memory_holds_nearly_twice_as_many_tokens(tmp_path):
 
 
 def test_costs_count_bytes_as_they_are_kept(networks):
-    model = load_network(networks("qwen3_5")[1], dtype="bfloat16", pack_cache=False).model
+    model = load_network(networks("qwen3_5")[1], EngineOptions(dtype="bfloat16", pack_cache=False)).model
     in_bytes, plain = costs_of(model, 2, torch.int8), costs_of(model, 2)
     assert in_bytes.kv_bytes_per_token < 0.7 * plain.kv_bytes_per_token
     assert in_bytes.state_bytes_per_sequence == plain.state_bytes_per_sequence  # states keep their type

@@ -16,6 +16,7 @@ from test_parity import rms
 
 from tilewright import config
 from tilewright.engine.load.loading import load_network
+from tilewright.engine.options import EngineOptions
 from tilewright.host.files import CheckpointError
 from tilewright.ops import backend
 from tilewright.types import SamplingParams
@@ -104,7 +105,7 @@ def linears(loaded):
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_the_checkpoint(case, folders):
     stored, plain = folders(case)
-    loaded, meant = load_network(stored, pack_cache=False), open_checkpoint(plain)
+    loaded, meant = load_network(stored, EngineOptions(pack_cache=False)), open_checkpoint(plain)
     found = linears(loaded)
     assert len(found) == 8  # of two layers: qkv, o, gate and up, down
     for names, packed in found.items():
@@ -148,7 +149,7 @@ def test_parts_of_one_product_that_are_left_out(network, tmp_path):
     """k and v stay plain, beside q in fp8 and in int4; so does all of o."""
     for writer in (Fp8(128), Gptq(32)):
         stored, plain = write(tmp_path / type(writer).__name__, network, writer, ["k_proj", "v_proj", "o_proj"])
-        loaded = load_network(stored, pack_cache=False)
+        loaded = load_network(stored, EngineOptions(pack_cache=False))
         packed = next(value for names, value in linears(loaded).items() if "q_proj" in names[0])
         assert packed.form.format.is_quantized and packed.next is not None
         assert str(packed.next.form.format) == "float32" and packed.next.n == 2 * 2 * 32 and packed.next.next is None
@@ -162,7 +163,7 @@ def test_delta_nets_whose_gates_are_left_out(family, tmp_path):
     hf = tiny_qwen3_5.make_network(family).float()
     gates = ["in_proj_ba", "in_proj_b", "in_proj_a", "mlp.gate", "shared_expert_gate"]
     stored, plain = write(tmp_path / family, hf, Fp8(32), gates)
-    loaded = load_network(stored, dtype="float32", pack_cache=False)
+    loaded = load_network(stored, EngineOptions(dtype="float32", pack_cache=False))
     packed = next(value for names, value in linears(loaded).items() if "in_proj" in names[0])
     assert packed.form.format.name == "fp8" and str(packed.next.form.format) == "float32"
     assert distance(logits(stored), logits(plain)) < EXACT
@@ -181,10 +182,10 @@ def test_biases_that_a_model_has_not(value, network, tmp_path):
     name = "model.layers.1.mlp.down_proj.bias"
     save_file(tensors | {name: torch.full((128,), value)}, stored / "model.safetensors")
     if value == 0:
-        load_network(stored, pack_cache=False)
+        load_network(stored, EngineOptions(pack_cache=False))
     else:
         with pytest.raises(CheckpointError, match=f"of no use to the model:\n  {name}"):
-            load_network(stored, pack_cache=False)
+            load_network(stored, EngineOptions(pack_cache=False))
 
 
 def test_experts(tmp_path):
@@ -194,7 +195,7 @@ def test_experts(tmp_path):
     separate = _with_separate_experts(hf)
     for writer, format in ((Awq(32), "uint4_zero in groups of 32"), (Fp8(None), "fp8")):
         stored, plain = write(tmp_path / type(writer).__name__, separate, writer, [".mlp.gate"])
-        loaded = load_network(stored, pack_cache=False)
+        loaded = load_network(stored, EngineOptions(pack_cache=False))
         assert format in loaded.report.bytes_by_format
         sizes_by_format = loaded.report.bytes_by_format
         assert sizes_by_format[format] > 3 * 4 * 64 * 128 / 2  # the experts are in it
@@ -240,7 +241,7 @@ def test_the_pack_cache_keeps_them(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(config, "current", lambda: settings)
     stored = folders("gptq, act order")[0]
     first = logits(stored, pack_cache=True)
-    loaded = load_network(stored, dtype="float32")
+    loaded = load_network(stored, EngineOptions(dtype="float32"))
     assert loaded.report.from_cache
     assert torch.equal(logits(stored, pack_cache=True), first)
 
@@ -273,4 +274,4 @@ def test_what_is_not_read_is_refused_by_name(writer, changed, message, network, 
     stated["quantization_config"] |= changed
     (folder / "config.json").write_text(json.dumps(stated))
     with pytest.raises(CheckpointError, match=message):
-        load_network(folder, pack_cache=False)
+        load_network(folder, EngineOptions(pack_cache=False))

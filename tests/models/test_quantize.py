@@ -15,6 +15,7 @@ from test_parity import rms
 
 from tilewright import Engine, config
 from tilewright.engine.load.loading import load_network
+from tilewright.engine.options import EngineOptions
 from tilewright.flags import engine as engine_flags
 from tilewright.layers import precision
 from tilewright.models.registry import family_of
@@ -110,7 +111,7 @@ def formats_of(network):
 
 
 def test_what_steers_much_is_not_rounded(networks):
-    formats = formats_of(load_network(networks("qwen3_5_moe")[1], quantize="int4", pack_cache=False))
+    formats = formats_of(load_network(networks("qwen3_5_moe")[1], EngineOptions(quantize="int4", pack_cache=False)))
     exact = {name for name, format in formats.items() if format == "bfloat16" or format == "float32"}
     assert exact and all(name.endswith((".mlp.gate.weight", ".in_proj_b.weight")) for name in exact), exact
     for name, format in formats.items():
@@ -145,7 +146,9 @@ def test_narrow_models_round_their_down_projections_less(width, format, networks
 def test_the_report_counts_bytes_by_format(networks):
     folder = networks("qwen3")[1]
     sizes = {
-        quantize: load_network(folder, dtype="bfloat16", quantize=quantize, pack_cache=False).report.bytes_by_format
+        quantize: load_network(
+            folder, EngineOptions(dtype="bfloat16", quantize=quantize, pack_cache=False)
+        ).report.bytes_by_format
         for quantize in (None, "int8", "int4")
     }
     assert list(sizes[None]) == ["bfloat16"]
@@ -156,7 +159,7 @@ def test_the_report_counts_bytes_by_format(networks):
 
 def test_an_answer_does_not_depend_on_those_beside_it(networks):
     hf, folder = networks("qwen3_vl_moe")
-    model = load_network(folder, dtype="bfloat16", quantize="int4", pack_cache=False).model
+    model = load_network(folder, EngineOptions(dtype="bfloat16", quantize="int4", pack_cache=False)).model
     prompts = [tiny.in_dtype(prompt, torch.bfloat16) for prompt in prompts_for("qwen3_vl_moe", hf)]
 
     def answers(some, **options):

@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import quants
 
 from tilewright.engine.load.loading import load_network
+from tilewright.engine.options import EngineOptions
 from tilewright.ops.quantized import concatenate, dequantize, quantize
 from tilewright.types import ModelInputs, SamplingParams
 from tilewright.weights.checkpoint import CheckpointError, open_checkpoint
@@ -270,7 +271,7 @@ def test_logits_of_quants_are_those_of_what_they_stand_for(tmp_path, kind):
     inputs = ModelInputs(tuple(range(3, 40)), np.arange(37)[None], 37)
     found = {}
     for name in (None, "none"):
-        network = load_network(tmp_path / "m.gguf", dtype="float32", quantize=name, pack_cache=False)
+        network = load_network(tmp_path / "m.gguf", EngineOptions(dtype="float32", quantize=name, pack_cache=False))
         core = CoreAnswers(network.model, torch.float32, page_size=32, replay=False)
         run, kept = core.core.runner.run, []
         core.core.runner.run = lambda step, run=run, kept=kept: kept.append(run(step).clone()) or kept[-1]

@@ -12,6 +12,7 @@ from gguf import quants
 from test_gguf import HEAD_WIDTH, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, model_tensors, random, write
 
 from tilewright.engine.load.loading import load_network
+from tilewright.engine.options import EngineOptions
 from tilewright.ops.quantized import dequantize
 from tilewright.types import ModelInputs, SamplingParams
 from tilewright.weights.checkpoint import CheckpointError, open_checkpoint
@@ -54,7 +55,7 @@ def test_models_of_codes_answer_as_what_they_stand_for(tmp_path, kind, monkeypat
     write(path, "qwen3", model_tensors("qwen3"), kind)
     logits = {}
     for quantize in (None, "none"):
-        loaded = load_network(path, dtype="float32", quantize=quantize, pack_cache=False)
+        loaded = load_network(path, EngineOptions(dtype="float32", quantize=quantize, pack_cache=False))
         logits[quantize] = logits_of(loaded)
         assert (f"{kind.name.lower()} in groups of 32" in loaded.report.bytes_by_format) == (quantize is None)
     error = (logits[None] - logits["none"]).square().mean() / logits["none"].square().mean()
@@ -130,11 +131,11 @@ def test_experts_are_tensors_of_their_own(tmp_path, kind):
         CHOSEN,
     )
     assert config["moe_intermediate_size"] == INNER and config["norm_topk_prob"] is True
-    loaded = load_network(path, dtype="float32", pack_cache=False)
+    loaded = load_network(path, EngineOptions(dtype="float32", pack_cache=False))
     if kind != Type.F32:
         experts = {"Q4_0": "int4 in groups of 32", "Q8_0": "int8 in groups of 32"}[kind.name]
         assert loaded.report.bytes_by_format[experts] > 3 * EXPERTS * INNER * HIDDEN / 2
-        widened = load_network(path, dtype="float32", quantize="none", pack_cache=False)
+        widened = load_network(path, EngineOptions(dtype="float32", quantize="none", pack_cache=False))
         ours, plain = logits_of(loaded), logits_of(widened)
         assert 0 < (ours - plain).square().mean().sqrt() / plain.square().mean().sqrt() < 0.1
 
@@ -144,7 +145,7 @@ def test_parts_are_read_as_one(tmp_path):
     parts = sorted(tmp_path.glob("m-*.gguf"))
     assert len(parts) == 4 and parts[0].name == "m-00001-of-00004.gguf"
     write_experts(tmp_path / "whole.gguf")
-    whole = logits_of(load_network(tmp_path / "whole.gguf", dtype="float32", pack_cache=False))
+    whole = logits_of(load_network(tmp_path / "whole.gguf", EngineOptions(dtype="float32", pack_cache=False)))
     fingerprints = set()
     for part in (parts[0], parts[2]):
         checkpoint = open_checkpoint(part)
@@ -152,7 +153,7 @@ def test_parts_are_read_as_one(tmp_path):
         assert all(torch.equal(checkpoint.read(name).float(), values) for name, values in expected.items())
         fingerprints.add(checkpoint.fingerprint)
     assert len(fingerprints) == 1
-    assert torch.equal(logits_of(load_network(parts[0], dtype="float32", pack_cache=False)), whole)
+    assert torch.equal(logits_of(load_network(parts[0], EngineOptions(dtype="float32", pack_cache=False))), whole)
     parts[1].rename(tmp_path / "elsewhere.gguf")
     with pytest.raises(CheckpointError, match="one of 4 parts, and m-00002-of-00004"):
         open_checkpoint(parts[0])

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.flags.engine import positive
+from tilewright.flags.options import positive
 
 if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help is fast
     from tilewright.bench.report import BenchResult, MachineLimits

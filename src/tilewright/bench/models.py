@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tilewright.bench import report
 from tilewright.flags import engine as engine_flags
+from tilewright.flags.options import positive
 
 if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help is fast
     from tilewright.bench.rounds import Round
@@ -59,9 +60,7 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def _number(parser: argparse.ArgumentParser, flag: str, default: int, what: str) -> None:
-    parser.add_argument(
-        flag, type=engine_flags.positive, default=default, metavar="N", help=f"{what} (default {default})"
-    )
+    parser.add_argument(flag, type=positive, default=default, metavar="N", help=f"{what} (default {default})")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilewright.bench import report
-from tilewright.flags import engine, pictures
+from tilewright.flags import pictures
+from tilewright.flags.options import positive
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help is fast
@@ -38,12 +39,12 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
         )
         parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help=f"default: {PROMPT}")
         if name == "video":
-            parser.add_argument("--frames", type=engine.positive, metavar="N", help="default: the model's")
+            parser.add_argument("--frames", type=positive, metavar="N", help="default: the model's")
         else:
-            parser.add_argument("-n", type=engine.positive, default=1, metavar="N", help="pictures at once (default 1)")
+            parser.add_argument("-n", type=positive, default=1, metavar="N", help="pictures at once (default 1)")
         pictures.add_picture_arguments(parser)
         pictures.add_model_arguments(parser)
-        parser.add_argument("--rounds", type=engine.positive, default=3, metavar="N", help="default 3")
+        parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="default 3")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the results and the machine")
         parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rounds (needs matplotlib)")
         parser.set_defaults(run=run, what=name)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilewright.flags import engine as engine_flags
 from tilewright.flags import replicas
+from tilewright.flags.options import positive
 from tilewright.host.memory import parse_bytes
 from tilewright.inputs.media import MediaLimits
 from tilewright.types import RequestError
@@ -62,7 +63,7 @@ exit status: 0 all requests succeeded, 1 some failed, 2 the batch cannot run or 
     how.add_argument("--retry-failed", action="store_true", help="retry requests that failed in an earlier run")
     parser.add_argument("--name", help="the model's name in the requests (default: its folder's name)")
     parser.add_argument(
-        "--concurrency", type=engine_flags.positive, metavar="N",
+        "--concurrency", type=positive, metavar="N",
         help="requests in flight per engine (default: twice --max-sequences)",
     )  # fmt: skip
     parser.add_argument("--max-line", default="128MiB", metavar="SIZE", help="size of one request (default 128MiB)")

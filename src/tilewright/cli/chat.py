@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilewright.cli.streams import read_piped_input
 from tilewright.flags import engine as engine_flags
+from tilewright.flags.options import positive
 from tilewright.host import files
 from tilewright.outputs.sound import FILE_FORMATS, encode, to_pcm16
 from tilewright.types import Completion, RequestError
@@ -73,7 +74,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("-q", "--quiet", action="store_true", help="no loading bar, no speeds, no notices")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
     group = parser.add_argument_group("sampling", "The defaults are the checkpoint's recommendations.")
-    group.add_argument("--max-tokens", type=engine_flags.positive, metavar="N", help="most tokens of an answer")
+    group.add_argument("--max-tokens", type=positive, metavar="N", help="most tokens of an answer")
     group.add_argument("--temperature", type=float, metavar="T", help="0: always the most likely token")
     group.add_argument(
         "--top-p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities sum to P"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tilewright import config
 from tilewright.cli import chat
 from tilewright.flags import engine as engine_flags
+from tilewright.flags.options import positive
 from tilewright.flags.pictures import read_picture
 from tilewright.host import files
 from tilewright.outputs.sound import encode, to_pcm16
@@ -57,7 +58,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"default: {' '.join(QUESTIONS)}")
     parser.add_argument("--image", metavar="FILE", help="the picture (default: an embedded one)")
     parser.add_argument(
-        "--max-tokens", type=engine_flags.positive, default=MAX_TOKENS, metavar="N",
+        "--max-tokens", type=positive, default=MAX_TOKENS, metavar="N",
         help=f"most tokens of an answer (default {MAX_TOKENS})",
     )  # fmt: skip
     engine_flags.add_arguments(parser, max_sequences=1)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tilewright.bench.report import check_outputs, load_average, versions
 from tilewright.evaluate.material import FILE_NAME, EvalVariant, parse_variants, read_questions
 from tilewright.flags import engine as engine_flags
+from tilewright.flags.options import natural, positive
 from tilewright.host import files
 from tilewright.types import RequestError
 from tilewright.weights import embedded
@@ -45,7 +46,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     _number(parser, "--max-questions", None, "questions of the set that are used (default: all)")
     _number(parser, "--max-answer-tokens", 64, "most tokens of an answer")
     text = "answers whose speed is measured; 0: none (default 3)"
-    parser.add_argument("--speed-rounds", type=engine_flags.natural, default=3, metavar="N", help=text)
+    parser.add_argument("--speed-rounds", type=natural, default=3, metavar="N", help=text)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw quality over speed and memory (needs matplotlib)"
@@ -59,7 +60,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _number(parser: argparse.ArgumentParser, flag: str, default: int | None, what: str) -> None:
     help_text = what if default is None else f"{what} (default {default})"
-    parser.add_argument(flag, type=engine_flags.positive, default=default, metavar="N", help=help_text)
+    parser.add_argument(flag, type=positive, default=default, metavar="N", help=help_text)
 
 
 def run(options: argparse.Namespace) -> int:

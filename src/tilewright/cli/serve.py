@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilewright import config
 from tilewright.flags import engine, pictures, replicas
+from tilewright.flags.options import natural, positive
 from tilewright.host import files
 from tilewright.host.memory import parse_bytes, require_start
 from tilewright.process import run_loop
@@ -60,22 +61,22 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "(default: none, or any if --host is not local)",
     )  # fmt: skip
     group.add_argument(
-        "--max-connections", type=engine.positive, metavar="N",
+        "--max-connections", type=positive, metavar="N",
         help="open connections of all clients (default: as many as the limit on open files allows, at most 4096)",
     )  # fmt: skip
     group.add_argument(
-        "--max-connections-per-address", type=engine.positive, metavar="N",
+        "--max-connections-per-address", type=positive, metavar="N",
         help="open connections from one address (default: half of all)",
     )  # fmt: skip
     group.add_argument(
         "--max-body", default="128MiB", metavar="SIZE", help="size of one request's body (default 128MiB)"
     )
     group.add_argument(
-        "--max-queue", type=engine.natural, default=256, metavar="N",
+        "--max-queue", type=natural, default=256, metavar="N",
         help="answers that may wait in the queue; more are refused with status 429 (default 256)",
     )  # fmt: skip
     group.add_argument(
-        "--max-image-queue", type=engine.natural, default=16, metavar="N",
+        "--max-image-queue", type=natural, default=16, metavar="N",
         help="requests for pictures and videos that may wait; more are refused with status 429 (default 16)",
     )  # fmt: skip
     group.add_argument(
@@ -107,13 +108,13 @@ def _add_media(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-media-bytes", metavar="SIZE", help="size of one item (default 64MiB)")
     group.add_argument(
         "--max-pixels",
-        type=engine.positive,
+        type=positive,
         metavar="N",
         help="pixels of one picture or frame (default 67108864)",
     )
-    group.add_argument("--max-frames", type=engine.positive, metavar="N", help="frames of one video (default 768)")
+    group.add_argument("--max-frames", type=positive, metavar="N", help="frames of one video (default 768)")
     group.add_argument("--max-duration", type=_seconds, metavar="S", help="seconds of one video or sound (default 600)")
-    group.add_argument("--max-media", type=engine.positive, metavar="N", help="items in one request (default 32)")
+    group.add_argument("--max-media", type=positive, metavar="N", help="items in one request (default 32)")
 
 
 def _seconds(text: str) -> float:
@@ -219,17 +220,17 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "none: no pictures (default: the embedded one, if MODEL is left out)",
     )  # fmt: skip
     parser.add_argument(
-        "--image-threads", type=engine.positive, metavar="N",
+        "--image-threads", type=positive, metavar="N",
         help="threads that make pictures (default: one per CPU, at a lower priority than chat)",
     )  # fmt: skip
     text = "processes that the model for pictures is split over, one per NUMA node (default 1)"
-    parser.add_argument("--image-tp", type=engine.positive, metavar="N", help=text)
+    parser.add_argument("--image-tp", type=positive, metavar="N", help=text)
     text = "keep only one of its text encoder, transformer and VAE in memory at a time"
     parser.add_argument("--image-low-memory", action="store_const", const=True, help=text)
     text = "memory for its layers, such as 4GB; the others are read from disk in every step (default: all)"
     parser.add_argument("--image-stream-layers", metavar="SIZE", help=text)
     parser.add_argument("--host", default=HOST, help=f"address to listen on (default {HOST}: local clients only)")
-    parser.add_argument("--port", type=engine.natural, default=PORT, help=f"default {PORT}; 0: any free one")
+    parser.add_argument("--port", type=natural, default=PORT, help=f"default {PORT}; 0: any free one")
     parser.add_argument("--name", help="the model's name for clients (default: its folder's name)")
     add_server_arguments(parser)
     group = parser.add_argument_group("log", "One line per request, on standard error.")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilewright.flags import pictures
-from tilewright.flags.engine import positive
+from tilewright.flags.options import positive
 from tilewright.host import files
 from tilewright.types import RequestError
 

@@ -26,6 +26,7 @@ from tilewright.engine.measure.costs import Costs, costs_of
 from tilewright.engine.measure.memory import MemoryUse, kv_bytes, resident, split_memory
 from tilewright.engine.measure.stats import Stats
 from tilewright.engine.media.features import encode_now, features_part
+from tilewright.engine.options import EngineOptions
 from tilewright.engine.ranks.ranks import EngineRanks, start_ranks
 from tilewright.engine.run.executor import Executor
 from tilewright.engine.schedule.sequence import PromptReader
@@ -42,6 +43,7 @@ from tilewright.ops import platform
 from tilewright.ops.device import HOST, Device
 from tilewright.ops.native import bind_team, work_alone
 from tilewright.ops.platform import Platform
+from tilewright.options import check_names, described, signature
 from tilewright.types import (
     Completion,
     Delta,
@@ -60,117 +62,57 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """A loaded model that answers many requests at once.
+    __doc__ = f"""A loaded model that answers many requests at once.
 
         with Engine("path/to/Qwen3-VL-2B-Instruct") as engine:
-            print(engine.chat([{"role": "user", "content": "What is a tile?"}], max_tokens=100).text)
+            print(engine.chat([{{"role": "user", "content": "What is a tile?"}}], max_tokens=100).text)
 
     `model` is a folder, a GGUF file or a hub id; None: the small model of the package, with a warning.
-    Thread-safe; concurrent requests are computed together.
+    Thread-safe; concurrent requests are computed together. The options:
 
-    dtype           "auto" (as the checkpoint), "bfloat16" or "float32"
-    quantize        "int8", "int4" or "fp8": quantises the weights while loading (docs/quantisation.md); "auto":
-                    one of them, by memory and measured speed; "none": those of a quantised checkpoint are widened to
-                    `dtype`; None: all stay as the checkpoint has them
-    mmproj          the projector file of a GGUF model, for images; None: the one in its folder that
-                    fits; "none": text alone
-    tp              ranks that the model is split over, each a process with its own cores and memory
-                    (docs/parallel.md); "auto": one for each NUMA node, if that is measured to be faster
-    cpu_binding     the CPUs of each rank, such as "0-7|8-15"; None: those of one NUMA node each
-    kv_memory       bytes for keys and values, cross-attention and recurrent states included, "4GB", or "25%" of what is
-                    free; None: half of that
-    kv_cache_dtype  "auto": keys and values are kept in `dtype`; "int8" or "fp8": in 8 bits, with a scale for each token
-                    and head, which doubles the tokens that fit (docs/quantisation.md)
-    max_context     most tokens of a prompt with its answer; None: as many as the model allows
-    device          "cpu", or a GPU: "cuda", "cuda:1" (docs/devices.md)
-    backend         "native": the kernels; "torch": the same ops in plain torch, many times slower on a CPU, to compare
-                    with (docs/devices.md); None: the kernels on a CPU, torch on a GPU
-    max_sequences   answers computed together
-    max_tokens_per_step  tokens of prompts and answers computed in one step
-    speculate       most tokens drafted ahead: by the checkpoint's multi-token predictor, if it has one and while
-                    that saves time, else by prompt look-up; 0: none, and no predictor is loaded. Answers do not
-                    depend on it
-    prefix_cache    whether cached prefixes of prompts are reused instead of computed again
-    replay          whether small steps are recorded and replayed, natively or as CUDA graphs; False runs them op by op,
-                    with equal results, as the torch backend always does on a CPU
-    pack_cache      whether packed weights are cached on disk for the next start
-    progress        whether loading shows a progress bar
-    media_limits    the largest images, videos and sounds; None: `tilewright.inputs.media.MediaLimits()`
-    isolate_media   whether separate processes decode them: for untrusted media
-    allow_special_tokens  whether special tokens spelled out in messages are such; else they are plain text, and no
-                    message can end its turn or begin another's. Prompts of `generate` are raw and may always have them
+{described(EngineOptions)}
     """
+    __signature__ = signature(EngineOptions, model=None)
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        dtype: str = "auto",
-        tp: int | str = 1,
-        cpu_binding: str | None = None,
-        quantize: str | None = None,
-        mmproj: str | Path | None = None,
-        kv_memory: int | str | None = None,
-        kv_cache_dtype: str = "auto",
-        max_context: int | None = None,
-        device: str = "cpu",
-        backend: str | None = None,
-        max_sequences: int = 64,
-        max_tokens_per_step: int = StepLimits.max_tokens_per_step,
-        speculate: int = 4,
-        prefix_cache: bool = True,
-        replay: bool = True,
-        pack_cache: bool = True,
-        progress: bool = False,
-        media_limits: MediaLimits | None = None,
-        isolate_media: bool = False,
-        allow_special_tokens: bool = False,
-    ) -> None:
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        check_names("Engine", options, EngineOptions)
+        own = EngineOptions(**options)
         name = _embedded_path() if model is None else model
         hub.find(name)  # a missing path fails before any process is started
-        self.platform = platform.resolve(device, backend)
-        backend = self.platform.backend
-        _require_supported(self.platform, tp=tp, quantize=quantize, kv_cache_dtype=kv_cache_dtype)
-        self._kv_byte_dtype = kv_byte_dtype(kv_cache_dtype)
-        self._opener = IsolatedOpener() if isolate_media else Opener()
+        self.platform = platform.resolve(own.device, own.backend)
+        _require_supported(self.platform, own)
+        self._kv_byte_dtype = kv_byte_dtype(own.kv_cache_dtype)
+        self._opener = IsolatedOpener() if own.isolate_media else Opener()
         self._cleanup = contextlib.ExitStack()  # run by `close`, or if starting fails
         self._cleanup.callback(self._opener.close)
-        with self._cleaned_up_on_error(), ops_backend.use(backend, self.platform.place):
-            # The pack cache is for the host, which maps packed weights from disk; a GPU has its own copy.
-            pack_cache = pack_cache and self.platform.place.is_host
-            loading: dict[str, Any] = {"dtype": dtype, "drafting": speculate > 0, "pack_cache": pack_cache}
-            loading["mmproj"] = projector = None if mmproj is None else str(mmproj)
-            # Chosen once, so that all ranks pack alike.
-            loading["quantize"] = choose_format(name, projector) if quantize == AUTO else quantize
-            _require_room(self.platform, name, dtype, quantize, projector)
-            ranks = self._cleanup.enter_context(start_ranks(tp, cpu_binding, name, backend=backend, **loading))
-            self.loaded: LoadedModel = load_model(
-                name,
-                **loading,
-                progress=progress,
-                media_limits=media_limits,
-                opener=self._opener,
-                allow_special_tokens=allow_special_tokens,
-                group=None if ranks is None else ranks.group,
-            )
+        with self._cleaned_up_on_error(), ops_backend.use(self.platform.backend, self.platform.place):
+            own = self._resolved(own, name)
+            _require_room(self.platform, name, own)
+            ranks = self._cleanup.enter_context(start_ranks(name, own))
+            group = None if ranks is None else ranks.group
+            self.loaded: LoadedModel = load_model(name, own, opener=self._opener, group=group)
             self.limits = StepLimits(
-                max_context=_fit_context(self.loaded, max_context),
-                max_sequences=max_sequences,
-                max_tokens_per_step=max_tokens_per_step,
+                max_context=_fit_context(self.loaded, own.max_context),
+                max_sequences=own.max_sequences,
+                max_tokens_per_step=own.max_tokens_per_step,
             )
-            core = self._build_core(
-                kv_memory,
-                (media_limits or MediaLimits()).max_items,
-                ranks,
-                speculate=speculate,
-                prefix_cache=prefix_cache,
-                replay=_can_replay(replay, self.platform, ranks),
-                kv_cache_dtype=kv_cache_dtype,
-            )
+            core = self._build_core(own, ranks)
             self.loop = self._start_loop(core)
             if ranks is not None:
                 ranks.watch(self.loop.fail)
             self._entry_check = _start_check(self.loaded, self.loop)
+
+    def _resolved(self, own: EngineOptions, name: str | Path) -> EngineOptions:
+        """Return the options with what depends on this machine and the checkpoint decided, once for all ranks."""
+        projector = None if own.mmproj is None else str(own.mmproj)
+        return dataclasses.replace(
+            own,
+            backend=self.platform.backend,
+            mmproj=projector,
+            quantize=choose_format(name, projector) if own.quantize == AUTO else own.quantize,
+            # The pack cache is for the host, which maps packed weights from disk; a GPU has its own copy.
+            pack_cache=own.pack_cache and self.platform.place.is_host,
+        )
 
     @contextlib.contextmanager
     def _cleaned_up_on_error(self) -> Iterator[None]:
@@ -180,16 +122,15 @@ class Engine:
             self._cleanup.close()
             raise
 
-    def _build_core(
-        self, kv_memory: int | str | None, max_items: int, ranks: EngineRanks | None, **options: Any
-    ) -> EngineCore:
+    def _build_core(self, own: EngineOptions, ranks: EngineRanks | None) -> EngineCore:
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         num_ranks = 1
         if ranks is not None:  # free memory is known only when all have loaded
             ranks.wait_until_loaded()
             num_ranks = ranks.size
-        own_bytes = kv_bytes(kv_memory, self.platform.available_bytes()) // num_ranks
+        own_bytes = kv_bytes(own.kv_memory, self.platform.available_bytes()) // num_ranks
         self.platform.require_room("keys and values (kv_memory)", own_bytes)
+        max_items = (own.media_limits or MediaLimits()).max_items
         sizes = split_memory(model, self.loaded.dtype.itemsize, self.limits, max_items, own_bytes, self._kv_byte_dtype)
         return build_core(
             model,
@@ -205,7 +146,10 @@ class Engine:
             media_buffer=self.loaded.processor.media_buffer,
             ranks=ranks,
             speech=self.loaded.speech,
-            **options,
+            speculate=own.speculate,
+            prefix_cache=own.prefix_cache,
+            replay=_can_replay(own.replay, self.platform, ranks),
+            kv_cache_dtype=own.kv_cache_dtype,
         )
 
     def _start_loop(self, core: EngineCore) -> EngineLoop:
@@ -520,31 +464,32 @@ def _on_backend(backend: str, device: Device, start: Callable[[], None]) -> Call
     return begin
 
 
-def _require_supported(own: Platform, *, tp: int | str, quantize: str | None, kv_cache_dtype: str) -> None:
+def _require_supported(own: Platform, options: EngineOptions) -> None:
     """Raise RequestError for options that only run on a CPU."""
     if own.place.is_host:
         return
-    own.require_one_rank(tp)
-    if quantize not in (None, "none"):
+    own.require_one_rank(options.tp)
+    if options.quantize not in (None, "none"):
         raise RequestError(
-            f"quantize is {quantize!r} and device {own.device}, expected none: weights are in bf16 or fp32 there"
+            f"quantize is {options.quantize!r} and device {own.device}, expected none: weights are in bf16 or fp32 "
+            "there"
         )
-    if kv_cache_dtype != "auto":
-        raise RequestError(f"kv_cache_dtype is {kv_cache_dtype!r} and device {own.device}, expected auto")
+    if options.kv_cache_dtype != "auto":
+        raise RequestError(f"kv_cache_dtype is {options.kv_cache_dtype!r} and device {own.device}, expected auto")
 
 
-def _require_room(own: Platform, name: str | Path, dtype: str, quantize: str | None, mmproj: str | None) -> None:
+def _require_room(own: Platform, name: str | Path, options: EngineOptions) -> None:
     """Raise RequestError if a GPU lacks memory for the weights, or kernels for the checkpoint's quantised format."""
     if own.place.is_host:
         return
-    checkpoint = open_checkpoint(name, mmproj)
+    checkpoint = open_checkpoint(name, options.mmproj)
     formats = {format[0] for tensor in checkpoint.shapes if (format := checkpoint.quantized_as(tensor)) is not None}
-    if formats and quantize != "none":
+    if formats and options.quantize != "none":
         raise RequestError(
             f"{name} is quantised ({', '.join(sorted(formats))}), and device is {own.device}: expected "
             'quantize="none" (--quantize none), which widens its weights'
         )
-    itemsize = 4 if dtype == "float32" else 2
+    itemsize = 4 if options.dtype == "float32" else 2
     num_values = sum(math.prod(shape) for shape in checkpoint.shapes.values())
     own.require_room("the weights", num_values * itemsize)
 

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilewright.engine.options import EngineOptions
+from tilewright.flags.options import add_options, given_options
 from tilewright.host import files
 from tilewright.host.files import CheckpointError
 from tilewright.host.memory import explained_shortage, require_start
@@ -17,25 +19,6 @@ if TYPE_CHECKING:
     from tilewright.engine.engine import Engine
 
 MODEL_HELP = f"a folder, a GGUF file or a hub id (default: the embedded {embedded.MODEL_NAME})"
-_NAMES = (
-    "dtype",
-    "quantize",
-    "mmproj",
-    "tp",
-    "cpu_binding",
-    "device",
-    "backend",
-    "kv_memory",
-    "kv_cache_dtype",
-    "max_context",
-    "max_sequences",
-    "max_tokens_per_step",
-    "speculate",
-    "prefix_cache",
-    "replay",
-    "pack_cache",
-    "allow_special_tokens",
-)
 
 
 class _ModelAction(argparse.Action):
@@ -63,69 +46,17 @@ def add_model_argument(parser: argparse.ArgumentParser, text: str, *, is_positio
 def add_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Add -m and the engine's options; `defaults` are this command's defaults that differ from the Engine's."""
     add_model_argument(parser, MODEL_HELP)
-    add_engine_arguments(parser)
-    parser.set_defaults(**defaults)
+    add_engine_arguments(parser, **defaults)
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+def add_engine_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Add the engine's options, for a command that adds the model's flag itself."""
-    group = parser.add_argument_group("engine")
-    group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: that of the checkpoint")
-    text = "quantise weights while loading: int8 and fp8 take half of bf16's memory, int4 a quarter, auto chooses; "
-    text += "none: dequantise a quantised checkpoint (default: as stored)"
-    group.add_argument("--quantize", choices=("int8", "int4", "fp8", "auto", "none"), help=text)
-    text = "the mmproj file of a GGUF model, for pictures (default: the one in its folder); none: text only"
-    group.add_argument("--mmproj", metavar="FILE|none", help=text)
-    group.add_argument("--device", metavar="NAME", help="cpu, or a GPU: cuda, cuda:1 (default cpu)")
-    text = "what computes on a CPU: Tilewright's kernels (default), or plain torch, slowly, for comparison"
-    group.add_argument("--backend", choices=("native", "torch"), help=text)
-    text = "processes that the model is split over, one per NUMA node; auto: as many as are faster (default 1)"
-    group.add_argument("--tp", type=_ranks, metavar="N|auto", help=text)
-    text = 'CPUs of each process, such as "0-7|8-15" (default: those of its NUMA node)'
-    group.add_argument("--cpu-binding", metavar="LISTS", help=text)
-    text = "memory for the KV cache, such as 4GB or 25%% of the free memory (default: half of it)"
-    group.add_argument("--kv-memory", metavar="SIZE", help=text)
-    text = "keys and values in the model's type (auto), or in 8 bits: twice as many tokens fit (default auto)"
-    group.add_argument("--kv-cache-dtype", choices=("auto", "int8", "fp8"), help=text)
-    group.add_argument("--max-context", type=positive, metavar="N", help="tokens of a prompt and its answer together")
-    group.add_argument("--max-sequences", type=positive, metavar="N", help="answers computed together")
-    group.add_argument("--max-tokens-per-step", type=positive, metavar="N", help="tokens computed in one step")
-    text = "most draft tokens per step; 0: no speculative decoding"
-    group.add_argument("--speculate", type=natural, metavar="N", help=text)
-    for name, what in (
-        ("prefix_cache", "compute every prompt from its first token on"),
-        ("replay", "run steps op by op"),
-        ("pack_cache", "do not keep packed weights on disk for the next start"),
-    ):
-        flag = f"--no-{name.replace('_', '-')}"
-        group.add_argument(flag, dest=name, action="store_const", const=False, help=what)
-    group.add_argument(
-        "--allow-special-tokens", action="store_const", const=True,
-        help="parse special tokens in messages' text: authors can then impersonate the system or the assistant",
-    )  # fmt: skip
-
-
-def _ranks(text: str) -> int | str:
-    return text if text == "auto" else positive(text)
-
-
-def positive(text: str) -> int:
-    return _number(text, 1)
-
-
-def natural(text: str) -> int:
-    return _number(text, 0)
-
-
-def _number(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
-    return int(text)
+    add_options(parser.add_argument_group("engine"), EngineOptions, defaults)
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the Engine's arguments from the flags, with the embedded model if they name none."""
-    given = {name: value for name in _NAMES if (value := getattr(options, name)) is not None}
+    given = given_options(EngineOptions, options)
     return {"model": str(embedded.path(embedded_key(options))) if options.model is None else options.model, **given}
 
 

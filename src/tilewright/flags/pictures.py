@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from tilewright.flags.engine import add_model_argument, check_file, positive
+from tilewright.flags.engine import add_model_argument, check_file
+from tilewright.flags.options import positive
 from tilewright.host import files
 from tilewright.host.files import CheckpointError
 from tilewright.host.memory import explained_shortage, require_start

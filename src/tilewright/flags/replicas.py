@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright import config
-from tilewright.flags import engine
+from tilewright.flags.options import positive
 from tilewright.types import RequestError
 
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser, count: Any, count_help: str) 
     group = parser.add_argument_group("replicas", "Several engines, by Ray: pip install 'ray[serve,data]'.")
     group.add_argument("--replicas", type=count, metavar="N", help=count_help)
     group.add_argument(
-        "--replica-cpus", type=engine.positive, metavar="N",
+        "--replica-cpus", type=positive, metavar="N",
         help="CPUs per replica (default: an equal share)",
     )  # fmt: skip
     group.add_argument(
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser, count: Any, count_help: str) 
 
 
 def fixed_count(text: str) -> ReplicaCount:
-    number = engine.positive(text)
+    number = positive(text)
     return ReplicaCount(number, number)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright.bench.report import check_outputs, load_average, size
-from tilewright.flags.engine import natural, positive
+from tilewright.flags.options import natural, positive
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:  # imported when the benchmark runs: --help is fast

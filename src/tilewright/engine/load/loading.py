@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from tilewright import config as settings
+from tilewright.engine.options import EngineOptions
 from tilewright.host import memory
 from tilewright.host.files import CheckpointError, read_optional_json
 from tilewright.inputs.chat_template import ChatTemplate
 from tilewright.inputs.isolation.opener import Opener
-from tilewright.inputs.media import MediaLimits
 from tilewright.inputs.processor import TextProcessor
 from tilewright.inputs.tokenizer import Tokenizer
 from tilewright.layers import partition, precision
@@ -61,30 +61,18 @@ class LoadedModel:
     speech: SpeechModel | None = None  # on this rank alone
 
 
-def load_network(
-    name: str | Path,
-    *,
-    dtype: str = "auto",
-    drafting: bool = True,
-    pack_cache: bool = True,
-    progress: bool = False,
-    group: Group | None = None,
-    block: int = 1,
-    quantize: str | None = None,
-    mmproj: str | None = None,
-) -> Network:
+def load_network(name: str | Path, options: EngineOptions, group: Group | None = None, *, block: int = 1) -> Network:
     """Load this rank's part of the model in a folder, a GGUF file or behind a hub id.
 
-    Without `drafting`, a multi-token predictor is not loaded. `block`: entries that must not be split because they
-    share a scale. `quantize`: format of the products (`layers.precision`); None: the checkpoint's. `mmproj`: the
-    projector of a GGUF file, as in `open_checkpoint`.
+    A multi-token predictor is loaded only if tokens are drafted. `block`: entries that must not be split because they
+    share a scale.
     """
-    formats = precision.named(quantize)
-    checkpoint = open_checkpoint(name, mmproj)
+    formats = precision.named(options.quantize)
+    checkpoint = open_checkpoint(name, options.mmproj)
     config = config_as_stored(checkpoint)
     family = family_of(config)
     shapes = checkpoint.shapes
-    if not drafting and (prefix := family.predictor_prefix) is not None:
+    if not options.is_drafting and (prefix := family.predictor_prefix) is not None:
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith(prefix)}
     if formats.keeps_quants:
         stored = [format for name in shapes if (format := checkpoint.quantized_as(name)) is not None]
@@ -92,16 +80,16 @@ def load_network(
     with partition.use(Partition(group or SingleGroup(), max(block, formats.block))) as parts, precision.use(formats):
         model = family.build(config, shapes)
     parts.warn()
-    weight_dtype = _dtype(dtype, config)
+    weight_dtype = _dtype(options.dtype, config)
     # The embedded model packs in 80 ms (10 from a cache), not worth evicting a large model's entry.
-    is_cached = pack_cache and not embedded.is_embedded(name)
+    is_cached = options.pack_cache and not embedded.is_embedded(name)
     report = load(
         model,
         checkpoint,
         dtype=weight_dtype,
         rename=model.checkpoint_name,
         cache_dir=settings.current().cache_dir if is_cached else None,
-        progress=progress,
+        progress=options.progress,
         keep_quants=formats.keeps_quants,
     )
     if len(report.bytes_by_format) > 1:
@@ -110,37 +98,17 @@ def load_network(
 
 
 def load_model(
-    name: str | Path,
-    *,
-    dtype: str = "auto",
-    drafting: bool = True,
-    pack_cache: bool = True,
-    progress: bool = False,
-    media_limits: MediaLimits | None = None,
-    opener: Opener | None = None,
-    allow_special_tokens: bool = False,
-    group: Group | None = None,
-    quantize: str | None = None,
-    mmproj: str | None = None,
+    name: str | Path, options: EngineOptions, *, opener: Opener | None = None, group: Group | None = None
 ) -> LoadedModel:
     """Load a model as `load_network` does, with its processor and tokenizer."""
-    network = load_network(
-        name,
-        dtype=dtype,
-        drafting=drafting,
-        pack_cache=pack_cache,
-        progress=progress,
-        group=group,
-        quantize=quantize,
-        mmproj=mmproj,
-    )
+    network = load_network(name, options, group)
     checkpoint, family = network.checkpoint, network.family
     own_name = embedded.name_of(name)
     tokenizer = _tokenizer(checkpoint)
     sources = tokenizer.chat_template
     template = None
     if sources:
-        template = ChatTemplate(sources, tokenizer.special_tokens, allow_special_tokens=allow_special_tokens)
+        template = ChatTemplate(sources, tokenizer.special_tokens, allow_special_tokens=options.allow_special_tokens)
     processor: Processor
     if family.make_processor is None:
         processor = TextProcessor(own_name, tokenizer, template, checkpoint.missing)
@@ -150,25 +118,23 @@ def load_model(
             checkpoint.files,
             tokenizer,
             template,
-            media_limits,
+            options.media_limits,
             dtype=network.dtype,
             opener=opener,
         )
     defaults = sampling_defaults(checkpoint.files)
-    speech = load_speech(network, quantize=quantize, pack_cache=pack_cache, is_split=group is not None)
+    speech = load_speech(network, options, is_split=group is not None)
     return LoadedModel(own_name, network.model, processor, tokenizer, network.dtype, defaults, network.report, speech)
 
 
-def load_speech(
-    network: Network, *, quantize: str | None = None, pack_cache: bool = True, is_split: bool = False
-) -> SpeechModel | None:
-    """Return the networks that speak a model's answers, whole on this rank; None where its checkpoint has no voice.
+def load_speech(network: Network, options: EngineOptions, *, is_split: bool = False) -> SpeechModel | None:
+    """Load the networks that speak a model's answers, whole on this rank; None if its checkpoint has no voice.
 
     `is_split`: the model is split over ranks, and its table of token embeddings with it.
     """
     if network.family.build_speech is None:
         return None
-    formats = precision.named(quantize)
+    formats = precision.named(options.quantize)
     with partition.use(Partition(SingleGroup(), formats.block)), precision.use(formats):
         speech = network.family.build_speech(network.config, network.checkpoint.shapes, owns_embeddings=is_split)
     if speech is not None:
@@ -177,7 +143,7 @@ def load_speech(
             network.checkpoint,
             dtype=network.dtype,
             rename=speech.checkpoint_name,
-            cache_dir=settings.current().cache_dir if pack_cache else None,
+            cache_dir=settings.current().cache_dir if options.pack_cache else None,
             keep_quants=formats.keeps_quants,
         )
     return speech

@@ -23,6 +23,7 @@ import torch
 
 from tilewright import config
 from tilewright.engine.handle import EngineLostError
+from tilewright.engine.options import EngineOptions
 from tilewright.engine.run.inputs import ALIGNMENT, StepInputs, StepLayout
 from tilewright.engine.run.runner import ModelRunner, RunnerSettings
 from tilewright.host.binding import RankBinding, binding_of_ranks
@@ -138,20 +139,19 @@ ENTRY = "tilewright.engine.ranks.worker:main"
 
 
 @contextlib.contextmanager
-def start_ranks(
-    tp: int | str, cpu_binding: str | None, model: str | Path, *, backend: str, **loading: Any
-) -> Iterator[EngineRanks | None]:
+def start_ranks(model: str | Path, options: EngineOptions) -> Iterator[EngineRanks | None]:
     """Start the other ranks of an engine until the context is left; None if it has a single rank.
 
-    `tp` is the number of ranks including the first, or "auto"; this process is bound as the first of them.
+    This process is bound as the first of them.
     """
-    size = num_ranks(tp)
+    size = num_ranks(options.tp)
     with contextlib.ExitStack() as cleanup:
         try:
-            bindings = binding_of_ranks(size, cpu_binding)
+            bindings = binding_of_ranks(size, options.cpu_binding)
             ranks = None
             if size > 1:  # before this process is bound: children inherit its memory policy
-                ranks = EngineRanks(size, {"name": str(local_path(model)), **loading}, bindings, backend=backend)
+                load = {"model": str(local_path(model)), "options": {**options.to_json(), "progress": False}}
+                ranks = EngineRanks(size, load, bindings, backend=options.backend or "native")
                 cleanup.callback(ranks.close)
             if bindings is not None:
                 apply_binding(bindings[0])
@@ -181,7 +181,7 @@ class EngineRanks:
         backend: str = "native",
         entry: str = ENTRY,
     ) -> None:
-        """Take `load`, the arguments of `loading.load_network` as JSON, or those of the loader of another `entry`."""
+        """Take `load`, the model and the EngineOptions as JSON, or what the loader of another `entry` takes."""
         self.size = size
         self._on_loss: Callable[[RankLostError], object] | None = None
         self._lost: RankLostError | None = None

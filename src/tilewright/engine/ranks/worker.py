@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewright.engine.load.loading import load_network
+from tilewright.engine.options import EngineOptions
 from tilewright.engine.ranks.ranks import StepMemory, follow
 from tilewright.engine.run.runner import RunnerSettings, build_runner
 from tilewright.host.files import CheckpointError
@@ -29,7 +30,7 @@ def main(channel: Channel, rank: int, size: int, payload: dict[str, Any], fds: l
 
 
 def _load(arguments: dict[str, Any], group: Group) -> tuple[Model, torch.dtype]:
-    network = load_network(**arguments, group=group)
+    network = load_network(arguments["model"], EngineOptions.from_json(arguments["options"]), group)
     if network.report.unchecked is not None:
         EntryCheck(network.report.unchecked)  # damage ends this process and with it the engine; the next start repacks
     return network.model, network.dtype

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.engine.kv.cross import CrossGroup
+from tilewright.engine.options import EngineOptions
 from tilewright.engine.schedule.sequence import Sequence
 from tilewright.types import FinishReason, Medium, RequestError, TokenLogprob
 
@@ -24,8 +25,8 @@ class StepLimits:
     """
 
     max_context: int
-    max_tokens_per_step: int = 1152
-    max_sequences: int = 64
+    max_tokens_per_step: int = EngineOptions.max_tokens_per_step
+    max_sequences: int = EngineOptions.max_sequences
     # Two images of 1024 x 1024 with patches of 16 pixels; the encoder's products peak at far fewer rows.
     max_encode_patches: int = 8192
     # Two images of 512 x 512, or a single larger one, while others wait for the next token of their answers.
