@@ -20,7 +20,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from tilewright import Diffusion, Engine
-from tilewright.flags.engine import positive
+from tilewright.flags.options import positive
 from training.tiny_draw.captions import SETS, Drawing, drawings
 from training.tiny_vl.score import is_same, shares_by_kind, table
 

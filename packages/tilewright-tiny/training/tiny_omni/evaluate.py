@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from tilewright.flags.engine import positive
+from tilewright.flags.options import positive
 from tilewright.models.qwen3_omni.config import AudioConfig
 from tilewright.ops.media import SAMPLE_RATE
 from tilewright.weights import embedded

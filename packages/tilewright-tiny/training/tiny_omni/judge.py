@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.flags.engine import positive
+from tilewright.flags.options import positive
 from training.tiny_omni.said import answers, as_spoken
 from training.tiny_omni.speech import Voice, resampled, speak
 from training.tiny_omni.utterances import SETS

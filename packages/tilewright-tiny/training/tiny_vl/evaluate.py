@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from tilewright.flags.engine import positive
+from tilewright.flags.options import positive
 from tilewright.weights import embedded
 from training.tiny_vl import askers
 from training.tiny_vl.score import Answer, is_same, shares_by_kind, table
