@@ -57,7 +57,8 @@ def serving(
     server: list[uvicorn.Server] = []
 
     async def main() -> None:
-        handler = ApiHandler(settings or ServerSettings(), make_backend(), make_pictures())
+        backends, image_backends = ([one] if one else [] for one in (make_backend(), make_pictures()))
+        handler = ApiHandler(settings or ServerSettings(), backends, image_backends)
         listener = socket.create_server(("127.0.0.1", port))
         server.append(uvicorn.Server(server_config(create_app(handler), handler.settings, handler.metrics)))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -240,7 +240,7 @@ def test_pictures_only():
     with serving(lambda: None, make_pictures=fake_backend) as running:
         assert urllib.request.urlopen(f"{running.url}/health", timeout=WAIT_S).status == 200
         (model,) = running.client().models.list().data
-        assert model.id == NAME and model.limits is None and running.handler.pictures.backend.pid is None
+        assert model.id == NAME and model.limits is None and running.handler.served.image_models[0].backend.pid is None
         with pytest.raises(openai.NotFoundError, match="makes pictures only"):
             running.client().chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
         assert metric(running, "tilewright_picture_worker_ready") == 0
@@ -306,7 +306,7 @@ def test_a_killed_worker_gives_a_503_and_another_one_works(serve, gate):
         next(event for event in stream if event.status == "in_progress")
         waiting = pool.submit(lambda: client.images.generate(prompt="tile"))
         until(lambda: metric(running, "tilewright_pictures_waiting") == 1)
-        os.kill(running.handler.pictures.backend.pid, signal.SIGKILL)
+        os.kill(running.handler.served.image_models[0].backend.pid, signal.SIGKILL)
         with pytest.raises(openai.APIError, match=r"the image worker ended \(signal SIGKILL\) and is being restarted"):
             list(stream)
         gate.open(4)
@@ -331,7 +331,7 @@ def health(running):
 def test_a_stopped_worker_is_told_of_and_loses_nothing(serve, gate, monkeypatch):
     monkeypatch.setattr(supervisor, "MAX_STOPPED_S", 0.1)
     running = serve(gate)
-    client, worker = running.client(), running.handler.pictures.backend
+    client, worker = running.client(), running.handler.served.image_models[0].backend
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(lambda: client.images.generate(prompt="tile"))
         until(lambda: metric(running, "tilewright_pictures_running") == 1)

@@ -14,7 +14,7 @@ from tilewright.server.http.app import create_app
 from tilewright.server.http.settings import ServerSettings
 from tilewright.server.link.remote import LocalBackend
 
-schema = schemathesis.openapi.from_dict(create_app(ApiHandler(ServerSettings(), ScriptedBackend())).openapi())
+schema = schemathesis.openapi.from_dict(create_app(ApiHandler(ServerSettings(), [ScriptedBackend()])).openapi())
 schema.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 
 

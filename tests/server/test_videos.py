@@ -121,7 +121,7 @@ def test_a_killed_worker_fails_the_job(serve, gate):
     client = (running := serve(gate)).client()
     job = client.videos.create(prompt="one")
     until(lambda: client.videos.retrieve(job.id).status == "in_progress")
-    os.kill(running.handler.pictures.backend.pid, signal.SIGKILL)
+    os.kill(running.handler.served.image_models[0].backend.pid, signal.SIGKILL)
     until(lambda: client.videos.retrieve(job.id).status == "failed")
     error = client.videos.retrieve(job.id).error
     assert error.code == "engine_unavailable" and "signal SIGKILL" in error.message

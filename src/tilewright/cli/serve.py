@@ -378,7 +378,8 @@ async def serve(
         def capture_signals(self) -> Iterator[None]:
             yield  # the handlers below end the engine too
 
-    handler = ApiHandler(settings, backend, picture_backend)
+    backends = [] if backend is None else [backend]
+    handler = ApiHandler(settings, backends, [] if picture_backend is None else [picture_backend])
     # uvicorn cancels remaining requests, a little after the handler has sent errors for them.
     options = {"timeout_graceful_shutdown": round(drain_s + FINAL_ERRORS_S)}
     server = Server(server_config(create_app(handler), settings, handler.metrics, **options))

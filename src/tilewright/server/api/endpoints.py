@@ -26,6 +26,7 @@ from tilewright.server.link.backend import AUDIO_RATE, EngineRequest, ModelInfo
 from tilewright.types import RequestError
 
 if TYPE_CHECKING:
+    from tilewright.server.api.served import Kind
     from tilewright.server.http.respond import Writer
 
 
@@ -105,6 +106,7 @@ async def prepare_speech(body: SpeechBody, context: Context) -> PreparedRequest:
 class Endpoint:
     body: type[GenerationBody]
     prepare: Callable[[Any, Context], Awaitable[PreparedRequest]]
+    kind: Kind = "chat"  # what it asks of a model
 
 
 ENDPOINTS = {
@@ -114,7 +116,7 @@ ENDPOINTS = {
 }
 # Endpoints that read or return a file, which batch requests cannot contain.
 FILE_ENDPOINTS = {
-    "/v1/audio/speech": Endpoint(SpeechBody, prepare_speech),
-    "/v1/audio/transcriptions": Endpoint(TranscriptionBody, prepare_transcription),
-    "/v1/audio/translations": Endpoint(TranslationBody, prepare_transcription),
+    "/v1/audio/speech": Endpoint(SpeechBody, prepare_speech, "speak"),
+    "/v1/audio/transcriptions": Endpoint(TranscriptionBody, prepare_transcription, "hear"),
+    "/v1/audio/translations": Endpoint(TranslationBody, prepare_transcription, "hear"),
 }

@@ -59,9 +59,6 @@ class SpeechBody(GenerationBody):
 
 def speech_request(body: SpeechBody, model: ModelInfo) -> EngineRequest:
     """Make the request of an answer that begins with the text. The model adds a last token, which is not spoken."""
-    if not model.voices:
-        message = f"{model.name} does not speak: this endpoint needs a model that does"
-        raise ApiError(400, message, param="model", code="unsupported_model")
     _check(body)
     sampling = {
         "max_tokens": 1,

@@ -111,10 +111,6 @@ def transcription_request(
     body: TranscriptionBody, model: ModelInfo, limits: MediaLimits
 ) -> tuple[EngineRequest, Callable[[], TranscriptionWriter]]:
     """Return the EngineRequest, and a function that makes the writer of its answer."""
-    if "audio" not in model.accepts:
-        takes = " and ".join(("text", *model.accepts)) if model.accepts else "text only"
-        message = f"{model.name} accepts {takes}: this endpoint needs a model that accepts sound"
-        raise ApiError(400, message, param="model", code="unsupported_model")
     try:
         sound = check_bytes(body.data, FILE, limits)
     except RequestError as error:

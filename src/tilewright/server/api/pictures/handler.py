@@ -26,6 +26,7 @@ from tilewright.server.api.pictures.request import (
     video_request,
 )
 from tilewright.server.api.pictures.respond import Event, PictureResponse, PictureWriter
+from tilewright.server.api.served import Served
 from tilewright.server.http.admission import MemoryReservation
 from tilewright.server.http.bodies import JsonResponse
 from tilewright.server.http.errors import ApiError
@@ -33,7 +34,6 @@ from tilewright.server.http.log import RequestLog
 from tilewright.server.http.metrics import Metrics
 from tilewright.server.http.respond import ShuttingDown, timed_out
 from tilewright.server.http.settings import ServerSettings
-from tilewright.server.link.backend import names_model
 from tilewright.server.link.pictures import Cancel, PictureBackend
 from tilewright.server.media.gate import MediaGate
 from tilewright.types import RequestError
@@ -43,31 +43,26 @@ _MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 
 
 class PictureHandler:
-    """Answers requests at /v1/images and /v1/videos; without a backend, with the error that there is no model."""
+    """Answers requests at /v1/images and /v1/videos by the models that draw."""
 
-    def __init__(
-        self, settings: ServerSettings, backend: PictureBackend | None, gate: MediaGate, metrics: Metrics
-    ) -> None:
-        self.backend = backend
+    def __init__(self, settings: ServerSettings, served: Served, gate: MediaGate, metrics: Metrics) -> None:
+        self._served = served
         self._settings = settings
         self._gate = gate
         self._metrics = metrics
         self.results = ResultStore()
-        self.videos = VideoJobs(self._submit, self.results)
+        self.videos = VideoJobs(self.results)
         self._streams: set[asyncio.Queue[Event]] = set()  # queues of open responses
 
-    def is_meant_by(self, name: str) -> bool:
-        return self.backend is not None and names_model(name, self.backend.name)
-
     async def generate(self, body: ImageBody, request: Request) -> Response:
-        self._check_model(body)
+        backend = self._served.find_image(body.model).backend
         self._log_content(body, request)
-        return await self._respond(body, image_request(body), request, "image_generation")
+        return await self._respond(backend, body, image_request(body), request, "image_generation")
 
     async def edit(self, request: Request) -> Response:
-        backend = self._backend
+        self._served.find_image(None)  # before the body is read
         body, file = await read_body(EditBody, request, "image")
-        self._check_model(body)
+        backend = self._served.find_image(body.model).backend
         self._log_content(body, request)
         source = edit_source(body)
         if source is None and file is None:
@@ -76,18 +71,18 @@ class PictureHandler:
             raise ApiError(400, f"{backend.name} cannot edit: it makes pictures from text alone", param="image")
         backend.check_room()
         picture = await self._read_picture(source, file, "image", request)
-        return await self._respond(body, image_request(body, picture), request, "image_edit")
+        return await self._respond(backend, body, image_request(body, picture), request, "image_edit")
 
     async def create_video(self, request: Request) -> Response:
-        backend = self._backend
+        self._served.find_image(None)  # before the body is read
         body, file = await read_body(VideoBody, request, "input_reference")
-        self._check_model(body)
+        backend = self._served.find_image(body.model).backend
         self._log_content(body, request)
         backend.check_room()
         picture = await self._read_picture(reference_source(body), file, "input_reference", request)
         wanted = video_request(body, picture)
         await backend.wait_for_limits()
-        self._check(wanted, "input_reference")
+        _check(backend, wanted, "input_reference")
         # No time limit: clients poll a video for as long as they want.
         expected = await backend.expect(wanted)
         # The picture stays in memory after its request, until the video is done.
@@ -97,7 +92,7 @@ class PictureHandler:
         job = VideoJob(backend.name, body.prompt, body.size or "auto", seconds)
         job.expected_s = None if expected is None else expected.seconds
         try:
-            self.videos.create(job, wanted, held.release)
+            self.videos.create(job, partial(self._submit, backend, wanted), held.release)
         except BaseException:
             held.release()
             raise
@@ -143,69 +138,25 @@ class PictureHandler:
     async def close(self) -> None:
         self.videos.close()
         self.results.close()
-        if self.backend is not None:
-            await self.backend.close()
-
-    def model_object(self, created: int) -> dict[str, Any]:
-        """Return the model's entry in /v1/models. Its limits are known after its first use."""
-        backend = self._backend
-        limits = backend.limits
-        found = {"id": backend.name, "object": "model", "created": created, "owned_by": "tilewright"}
-        if limits is None:
-            return {**found, "input_modalities": ["text"], "output_modalities": ["image"], "limits": None}
-        makes_video = limits.max_frames > 1
-        return {
-            **found,
-            "input_modalities": ["text", *(["image"] if limits.takes_image else [])],
-            "output_modalities": ["image", *(["video"] if makes_video else [])],
-            "limits": {
-                "size_multiple": limits.size_multiple,
-                "min_side": limits.min_side,
-                "max_side": limits.max_side,
-                "max_pixels": limits.max_pixels,
-                "default_size": f"{limits.default_width}x{limits.default_height}",
-                "max_steps": limits.max_steps,
-                "default_steps": limits.default_steps,
-                "default_guidance": limits.default_guidance,
-                "max_pictures": limits.max_pictures,
-                "max_frames": limits.max_frames,
-                "takes_negative_prompt": limits.takes_negative_prompt,
-            },
-        }
-
-    @property
-    def _backend(self) -> PictureBackend:
-        if self.backend is None:
-            message = "this server makes no pictures: it was started without --image-model"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return self.backend
-
-    def _check_model(self, body: DiffusionBody) -> None:
-        backend = self._backend
-        if body.model and not names_model(body.model, backend.name):
-            message = f"{body.model[:200]!r} makes no pictures here, only {backend.name!r} does"
-            raise ApiError(404, message, param="model", code="model_not_found")
-
-    def _check(self, wanted: PictureRequest, picture_field: str = "image") -> None:
-        try:
-            self._backend.check(wanted)
-        except RequestError as error:
-            raise client_error(error, picture_field) from None
+        for model in self._served.image_models:
+            await model.backend.close()
 
     async def _read_picture(self, source: str | None, file: bytes | None, field: str, request: Request) -> bytes | None:
         reservation: MemoryReservation = request.state.reservation
         return await read_picture(source, file, field, self._gate, reservation.add, self._settings.media.limits)
 
-    async def _respond(self, body: ImageBody, wanted: PictureRequest, request: Request, kind: str) -> Response:
+    async def _respond(
+        self, backend: PictureBackend, body: ImageBody, wanted: PictureRequest, request: Request, kind: str
+    ) -> Response:
         log: RequestLog = request.state.log
         log.fields["stream"] = body.stream
         timeout_s, began_s = self._settings.request_timeout_s, asyncio.get_running_loop().time()
         try:
-            expected = await asyncio.wait_for(self._checked(wanted), timeout_s)
+            expected = await asyncio.wait_for(self._checked(backend, wanted), timeout_s)
         except asyncio.TimeoutError:
             raise timed_out(timeout_s) from None
         events: asyncio.Queue[Event] = asyncio.Queue()
-        cancel = self._submit(wanted, events.put_nowait, None if expected is None else expected.seconds)
+        cancel = self._submit(backend, wanted, events.put_nowait, None if expected is None else expected.seconds)
         self._streams.add(events)
         keep = partial(self._keep, wanted.file_format, request) if body.response_format == "url" else None
         return PictureResponse(
@@ -219,15 +170,15 @@ class PictureHandler:
             on_close=lambda: self._streams.discard(events),
         )
 
-    async def _checked(self, wanted: PictureRequest) -> Expectation | None:
+    async def _checked(self, backend: PictureBackend, wanted: PictureRequest) -> Expectation | None:
         """Check a request and return the expected time; raise ApiError if the model cannot make it, or not in time.
 
         The first request starts the process.
         """
-        await self._backend.wait_for_limits()
-        self._check(wanted)
+        await backend.wait_for_limits()
+        _check(backend, wanted)
         try:
-            return await self._backend.expect(wanted, self._settings.request_timeout_s)
+            return await backend.expect(wanted, self._settings.request_timeout_s)
         except ApiError as error:
             if error.status == 429:
                 self._metrics.refused.inc()
@@ -242,7 +193,11 @@ class PictureHandler:
         return f"{str(base).rstrip('/')}{RESULT_PATH}{name}.{file_format}"
 
     def _submit(
-        self, wanted: PictureRequest, listener: Callable[[PictureEvent], None], expected_s: float | None
+        self,
+        backend: PictureBackend,
+        wanted: PictureRequest,
+        listener: Callable[[PictureEvent], None],
+        expected_s: float | None,
     ) -> Cancel:
         """Put a request into the queue, and count its outcome in the metrics."""
         has_ended = False
@@ -255,7 +210,7 @@ class PictureHandler:
             listener(event)
 
         try:
-            cancel = self._backend.submit(wanted, see, expected_s)
+            cancel = backend.submit(wanted, see, expected_s)
         except ApiError:
             self._metrics.refused.inc()
             raise
@@ -273,6 +228,13 @@ class PictureHandler:
         if self._settings.logs_content:
             log: RequestLog = request.state.log
             log.fields["content"] = body.model_dump_json(exclude={"image", "images", "input_reference", "mask"})
+
+
+def _check(backend: PictureBackend, wanted: PictureRequest, picture_field: str = "image") -> None:
+    try:
+        backend.check(wanted)
+    except RequestError as error:
+        raise client_error(error, picture_field) from None
 
 
 def _json_or_form(kind: type[EditBody] | type[VideoBody], file_field: str) -> dict[str, Any]:

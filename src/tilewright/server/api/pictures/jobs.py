@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tilewright.diffusion.requests import Began, Made, NotMade, PictureEvent, PictureRequest, Stepped
+from tilewright.diffusion.requests import Began, Made, NotMade, PictureEvent, Stepped
 from tilewright.server.api.pictures.respond import failure_of, timings_of
 from tilewright.server.http.errors import ApiError, as_api_error
 from tilewright.server.link.pictures import Cancel
@@ -75,7 +75,7 @@ class ResultStore:
 
 MAX_VIDEOS = 64  # jobs that are remembered; finished ones are dropped first
 
-Submit = Callable[[PictureRequest, Callable[[PictureEvent], None], float | None], Cancel]
+Submit = Callable[[Callable[[PictureEvent], None], float | None], Cancel]
 Status = Literal["queued", "in_progress", "completed", "failed"]
 
 
@@ -118,15 +118,14 @@ class VideoJob:
 class VideoJobs:
     """The video jobs, the latest last. Each is dropped some time after its end, or when there are too many."""
 
-    def __init__(self, submit: Submit, results: ResultStore) -> None:
-        self._submit = submit
+    def __init__(self, results: ResultStore) -> None:
         self._results = results
         self._jobs: dict[str, VideoJob] = {}
 
-    def create(self, job: VideoJob, request: PictureRequest, release: Callable[[], None]) -> VideoJob:
+    def create(self, job: VideoJob, submit: Submit, release: Callable[[], None]) -> VideoJob:
         """Put a job into the queue, or raise the error of submitting it; `release` is called once when it ends."""
         self._make_room()
-        job.cancel = self._submit(request, lambda event: self._see(job, event), job.expected_s)
+        job.cancel = submit(lambda event: self._see(job, event), job.expected_s)
         job.release = release
         self._jobs[job.id] = job
         return job
