@@ -98,9 +98,8 @@ class Bench:
             with self.computing():
                 sequences = [item for i, prompt in enumerate(prompts) for item in self.core.add(str(i), prompt, params)]
                 while self.core.has_work:
-                    self.core.step()
-                    if self.core.failures:
-                        raise next(iter(self.core.failures.values()))
+                    for failure in self.core.step().failures.values():
+                        raise failure
                     self.steps_s.append(time.perf_counter())
                     if self.first_s is None and all(sequence.output_token_ids for sequence in sequences):
                         self.first_s = self.steps_s[-1]
@@ -226,7 +225,6 @@ def counts(own, bench, name, count):
             result["no_hidden_waits"] = brief(error)
     finally:
         core.runner.run = run
-        core.abandon_step()
     del result["strict"]
     return result
 
