@@ -20,12 +20,15 @@ class ServerProcess:
         self,
         model,
         *flags,
+        api_key=None,
         max_file_bytes=resource.RLIM_INFINITY,
         ready_s=60,
         program=("-m", "tilewright"),
         **environment,
     ):
+        self.api_key = api_key
         named = [] if model is None else [str(model)]
+        flags = (*flags, *(() if api_key is None else ("--api-key", api_key)))
         command = [sys.executable, *program, "serve", *named, "--port", "0", "--kv-memory", "64MB"]
         self.process = subprocess.Popen(
             [*command, "--log-format", "json", *flags],
@@ -63,7 +66,7 @@ class ServerProcess:
         assert is_true(), "".join(self.lines)
 
     def client(self):
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key or "none", max_retries=0, timeout=60)
 
     def status(self, path="/health"):
         try:
@@ -74,7 +77,8 @@ class ServerProcess:
 
     def metrics(self):
         """The values of /metrics by name and labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+        request = urllib.request.Request(f"{self.url}/metrics", headers={"Authorization": f"Bearer {self.api_key}"})
+        with urllib.request.urlopen(request, timeout=30) as response:
             lines = response.read().decode().splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 

@@ -38,10 +38,62 @@ def serve(model):
         process.end()
 
 
-def test_a_lost_engine_is_replaced(serve):
-    server = serve()
-    client = server.client()
-    bandwidth = server.metric("tilewright_bandwidth_bytes_per_second")
+@pytest.fixture(scope="module")
+def lasting(model, tmp_path_factory):
+    """One server for the tests that leave it as it was: with a key, a name, and no room for its pack cache."""
+    cache = tmp_path_factory.mktemp("cache")
+    flags = ["--name", "tiler", "--max-sequences", "4", "--max-context", "4000"]
+    environment = {"TILEWRIGHT_CACHE_DIR": str(cache), "max_file_bytes": 1 << 16}
+    server = ServerProcess(model, *flags, api_key="secret", **environment)
+    server.cache = cache
+    yield server
+    server.end()
+
+
+def test_flags_are_obeyed(lasting):
+    assert lasting.status("/v1/models") == 401
+    (found,) = lasting.client().models.list().data
+    assert found.id == "tiler" and found.model_extra["max_model_len"] == 4000
+    assert any(f"the web page is at {lasting.url}/" in line for line in lasting.lines)
+
+
+def test_no_room_for_the_pack_cache(lasting):
+    """A disk that takes 64 KB of a file and no more: warned of, and served all the same."""
+    assert lasting.client().chat.completions.create(**{**LONG, "max_tokens": 2}).usage.completion_tokens == 2
+    lasting.wait_for(lambda: any("packed weights are not cached" in line for line in lasting.lines))
+    assert not [path for path in lasting.cache.rglob("*") if path.is_file()]
+
+
+def test_a_stopped_engine_is_told_of_and_loses_nothing(lasting):
+    client = lasting.client()
+    options = {**LONG, "max_tokens": 400}
+    expected = client.chat.completions.create(**options).choices[0].message.content
+    stream = client.chat.completions.create(stream=True, **options)
+    first = next(iter(stream))
+    engine = lasting.engine_pid()
+    with ThreadPoolExecutor(1) as pool:
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            # What comes while nothing is known of it waits.
+            early = pool.submit(lambda: client.chat.completions.create(**options))
+            began_s = time.monotonic()
+            assert lasting.status() == 503
+            assert time.monotonic() - began_s < 4  # 1.5 s, and this machine is busy
+            with pytest.raises(openai.InternalServerError, match="is stopped; try again later") as caught:
+                client.chat.completions.create(**options)
+            assert caught.value.status_code == 503 and caught.value.response.headers["Retry-After"]
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        assert early.result().choices[0].message.content == expected
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in [first, *stream])
+    assert text == expected
+    assert lasting.status() == 200
+    assert lasting.engine_pid() == engine
+
+
+def test_a_lost_engine_is_replaced(lasting):
+    client = lasting.client()
+    bandwidth = lasting.metric("tilewright_bandwidth_bytes_per_second")
     first = client.chat.completions.create(**{**LONG, "max_tokens": 10})
     before = first.choices[0].message.content
     assert first.timings["bandwidth_share"] > 0  # of the machine's, as the engine's process measured it
@@ -51,7 +103,7 @@ def test_a_lost_engine_is_replaced(serve):
             next(iter(stream))
         waiting = pool.submit(lambda: client.chat.completions.create(**LONG))
         time.sleep(0.2)
-        os.kill(server.engine_pid(), signal.SIGKILL)
+        os.kill(lasting.engine_pid(), signal.SIGKILL)
         for stream in streams:
             with pytest.raises(openai.APIError, match=r"SIGKILL.*being restarted"):
                 list(stream)
@@ -59,11 +111,21 @@ def test_a_lost_engine_is_replaced(serve):
             waiting.result()
         assert caught.value.status_code == 503
     # Until the new one is there, the server says so itself.
-    server.wait_until_ready()
+    lasting.wait_until_ready()
     after = client.chat.completions.create(**{**LONG, "max_tokens": 10}).choices[0].message.content
     assert after == before
-    assert server.metric("tilewright_engine_restarts_total") == 1
-    assert server.metric("tilewright_bandwidth_bytes_per_second") == bandwidth  # which was not measured again
+    assert lasting.metric("tilewright_engine_restarts_total") == 1
+    assert lasting.metric("tilewright_bandwidth_bytes_per_second") == bandwidth  # which was not measured again
+
+
+def test_a_server_that_is_killed_leaves_no_engine_behind(lasting):
+    """The last test of this server."""
+    engine = lasting.engine_pid()
+    lasting.process.kill()
+    deadline = time.monotonic() + 30
+    while os.path.exists(f"/proc/{engine}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_lost_rank_ends_its_engine_which_is_replaced(serve):
@@ -156,62 +218,6 @@ def test_a_second_signal_ends_the_answers_with_an_error_that_says_so(serve):
         assert caught.value.status_code == 503 and caught.value.code == "server_ending"
     assert server.process.wait(30) == 0
     assert not [line for line in server.lines if "Traceback" in line or '"error"' in line], server.lines
-
-
-def test_a_stopped_engine_is_told_of_and_loses_nothing(serve):
-    server = serve()
-    client = server.client()
-    options = {**LONG, "max_tokens": 400}
-    expected = client.chat.completions.create(**options).choices[0].message.content
-    stream = client.chat.completions.create(stream=True, **options)
-    first = next(iter(stream))
-    engine = server.engine_pid()
-    with ThreadPoolExecutor(1) as pool:
-        os.kill(engine, signal.SIGSTOP)
-        try:
-            # What comes while nothing is known of it waits.
-            early = pool.submit(lambda: client.chat.completions.create(**options))
-            began_s = time.monotonic()
-            assert server.status() == 503
-            assert time.monotonic() - began_s < 4  # 1.5 s, and this machine is busy
-            with pytest.raises(openai.InternalServerError, match="is stopped; try again later") as caught:
-                client.chat.completions.create(**options)
-            assert caught.value.status_code == 503 and caught.value.response.headers["Retry-After"]
-        finally:
-            os.kill(engine, signal.SIGCONT)
-        assert early.result().choices[0].message.content == expected
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in [first, *stream])
-    assert text == expected
-    assert server.status() == 200
-    assert server.engine_pid() == engine
-
-
-def test_a_server_that_is_killed_leaves_no_engine_behind(serve):
-    server = serve()
-    assert any(f"the web page is at {server.url}/," in line for line in server.lines)
-    engine = server.engine_pid()
-    server.process.kill()
-    deadline = time.monotonic() + 30
-    while os.path.exists(f"/proc/{engine}"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def test_no_room_for_the_pack_cache(serve, tmp_path):
-    """A disk that takes 64 KB of a file and no more: warned of, and served all the same."""
-    server = serve(TILEWRIGHT_CACHE_DIR=str(tmp_path), max_file_bytes=1 << 16)
-    assert server.client().chat.completions.create(**{**LONG, "max_tokens": 2}).usage.completion_tokens == 2
-    server.end()
-    assert any("not cached" in line for line in server.lines), server.lines
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def test_flags_are_obeyed(serve):
-    server = serve("--api-key", "secret", "--name", "tiler", "--max-sequences", "2", "--max-context", "2000")
-    assert server.status("/v1/models") == 401
-    client = server.client().with_options(api_key="secret")
-    (found,) = client.models.list().data
-    assert found.id == "tiler" and found.model_extra["max_model_len"] == 2000
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""2,000 requests of all kinds, 32 at once, on the whole server; and streams beside clients that misbehave."""
+"""Requests of all kinds, 32 at once, on the whole server; and streams beside clients that misbehave."""
 
 import asyncio
 import statistics
 import time
 
+import pytest
 import soak
 import soak_beside
 import soak_pictures
@@ -12,14 +13,14 @@ from serve_process import ServerProcess
 from tiny_checkpoint import write_omni_model, write_vision_model
 from tiny_pipelines import z_image_pipeline
 
-NUM_REQUESTS = 2000
 CONCURRENCY = 32
 
 
-def test_soak(tmp_path):
+@pytest.mark.parametrize("num_requests", [600, pytest.param(2000, marks=pytest.mark.long)])
+def test_soak(tmp_path, num_requests):
     server = ServerProcess(write_omni_model(tmp_path), "--max-body", "200KB", "--max-sequences", "16")
     try:
-        requests = soak.make_requests(NUM_REQUESTS, seed=1)
+        requests = soak.make_requests(num_requests, seed=1)
         distinct = {request.body: request for request in requests if request.status == 200}
         alone = asyncio.run(soak.run(server.url, list(distinct.values()), concurrency=1))
         assert not alone.wrong
@@ -34,13 +35,13 @@ def test_soak(tmp_path):
         together = asyncio.run(soak.run(server.url, requests, CONCURRENCY, after_each=sample))
         assert not together.wrong, together.wrong[:5]
         assert together.answers == alone.answers
-        assert sum(together.statuses.values()) == NUM_REQUESTS
+        assert sum(together.statuses.values()) == num_requests
         deadline = time.monotonic() + 20
         while server.metric("tilewright_kv_pages_used") or server.metric("tilewright_requests_in_flight"):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert server.metric("tilewright_requests_running") == server.metric("tilewright_requests_waiting") == 0
-        quarter = NUM_REQUESTS // 4
+        quarter = num_requests // 4
         first, last = statistics.median(samples[:quarter]), statistics.median(samples[-quarter:])
         assert last <= 1.02 * first, (first, last)
     finally:
