@@ -95,7 +95,7 @@ def test_latents_are_those_of_diffusers(checkpoints, class_name, given, negative
     assert (ours(folder, image=other, latents=latents_of()).latents - expected).abs().max() > 1e-2
 
 
-def test_pictures_are_those_of_diffusers(checkpoints, isa):
+def test_pictures_are_those_of_diffusers(checkpoints):
     """Two of them, from one picture."""
     pipeline, folder = checkpoints(EDIT)
     image, latents = picture(100, 80), latents_of(2)

@@ -49,7 +49,7 @@ def test_latents_are_those_of_diffusers(checkpoint, diffusion, width, height, ne
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
-def test_pictures_are_those_of_diffusers(checkpoint, isa, diffusion):
+def test_pictures_are_those_of_diffusers(checkpoint, diffusion):
     """Two of them, with guidance, opened at each level."""
     pipeline = checkpoint[0]
     latents = latents_of(48, 32, n=2)

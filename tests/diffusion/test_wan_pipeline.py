@@ -133,7 +133,7 @@ def check_run(of_kind, latents, *, num_frames, n=1, image=None, guidance=5.0, nu
 
 
 @pytest.mark.parametrize("num_frames", [1, 9])
-def test_text_to_video_is_that_of_diffusers(checkpoint, num_frames, isa):
+def test_text_to_video_is_that_of_diffusers(checkpoint, num_frames):
     check_run(checkpoint("t2v"), latents_of(num_frames), num_frames=num_frames)
 
 
@@ -171,7 +171,7 @@ def without_ftfy(monkeypatch):
     monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
 
 
-def test_ti2v_begins_with_the_picture(checkpoint, without_ftfy, isa):
+def test_ti2v_begins_with_the_picture(checkpoint, without_ftfy):
     text_pipeline, folder = checkpoint("ti2v")
     components = {name: part for name, part in text_pipeline.components.items() if name in KEPT}
     pipeline = require("diffusers").WanImageToVideoPipeline(**components, expand_timesteps=True)

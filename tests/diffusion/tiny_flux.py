@@ -150,12 +150,6 @@ def ours(folder, dtype="float32", **settings):
     return made_by(opened(folder, dtype), **settings)
 
 
-def ours_at_this_level(folder, **settings):
-    """By a pipeline that is opened for it: text encoders, transformer and autoencoder are packed for the level."""
-    with Diffusion(folder, dtype="float32", pack_cache=False) as diffusion:
-        return made_by(diffusion, **settings)
-
-
 def made_by(diffusion, **settings):
     settings = {"width": WIDTH, "height": HEIGHT, "num_steps": NUM_STEPS, "output": "array", **settings}
     return diffusion.generate(PROMPT, **settings)

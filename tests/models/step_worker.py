@@ -1,9 +1,8 @@
-"""A process that runs the steps which another one writes into shared memory."""
+"""A process that runs the steps which another one writes into shared memory. Without transformers, to start soon."""
 
 import mmap
 from dataclasses import dataclass
 
-import tiny
 import torch
 
 from tilewright.engine.kv.state import StateMemory
@@ -23,6 +22,7 @@ class Sizes:
     num_pages: int
     num_cross_pages: int
     num_state_slots: int
+    media_shape: tuple[int, int]  # of the rows that an encoder reads
 
 
 def shared_inputs(layout: StepLayout, fd: int) -> StepInputs:
@@ -64,7 +64,7 @@ def serve(connection, shared, folder: str, sizes: Sizes, dtype: torch.dtype) -> 
         num_pages=sizes.num_pages,
         num_cross_pages=sizes.num_cross_pages,
     )
-    media_rows = torch.full_like(tiny.media_buffer(dtype).rows, float("nan"))
+    media_rows = torch.full(sizes.media_shape, float("nan"), dtype=dtype)
     runner = make_runner(model, shared_inputs(layout, shared.detach()), sizes, dtype, media_rows)
     while (rows := connection.recv()) is not None:
         for first_row, values in rows:

@@ -114,7 +114,7 @@ def test_decode(checkpoints, isa, family, size):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [(2, 16, 24), (1, 12, 44)], ids=str)
-def test_encode(checkpoints, isa, family, size):
+def test_encode(checkpoints, family, size):
     network, folder = checkpoints(family)
     x = rand(size[0], 3, *size[1:]).clamp(-1, 1)
     actual, expected = tiny_vae.ours(folder).encode(channels_last(x)), expected_encode(network, x)

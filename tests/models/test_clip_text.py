@@ -55,7 +55,7 @@ def expected(model, prompts):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fp32_states_are_those_of_transformers(kind, encoders, isa):
+def test_fp32_states_are_those_of_transformers(kind, encoders):
     model, folder = encoders(kind)
     encoder = loaded(clip.build, folder)
     states, pooled = expected(model, prompts())

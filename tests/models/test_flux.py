@@ -77,7 +77,7 @@ def computed(network, tokens, positions, text, timestep=TIMESTEP, guidance=GUIDA
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_fp32_velocities_are_those_of_diffusers(kind, batch_size, transformers, isa):
+def test_fp32_velocities_are_those_of_diffusers(kind, batch_size, transformers):
     model, folder = transformers(kind)
     given = inputs(batch_size, has_reference=kind == "dev")
     assert relative(computed(loaded(flux.build, folder), *given), expected(model, *given)) < 1e-4

@@ -62,7 +62,7 @@ def computed(network, tokens, positions, text, timestep=TIMESTEP):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_fp32_velocities_are_those_of_diffusers(batch_size, transformer, isa):
+def test_fp32_velocities_are_those_of_diffusers(batch_size, transformer):
     model, folder = transformer
     ours = computed(loaded(flux2.build, folder), *inputs(batch_size))
     assert relative(ours, expected(model, *inputs(batch_size))) < 1e-4

@@ -43,7 +43,7 @@ def states_of(hf, prompt, **changed):
 
 
 @pytest.mark.parametrize("tiling", arrangements(4))
-def test_states_are_those_of_transformers(networks, models, isa, each_backend, tiling):
+def test_states_are_those_of_transformers(networks, models, each_backend, tiling):
     """Padding is seen by the picture and the other way round, but not by padding; at every arrangement of tiles."""
     hf, _ = networks("mllama")
     prompt = tiny.cross_prompt([tiling], 11)
@@ -57,7 +57,7 @@ def test_states_are_those_of_transformers(networks, models, isa, each_backend, t
         assert relative(unmasked, wanted) > 1e-2
 
 
-def test_bf16_states_are_as_close_to_the_truth_as_transformers(networks, models, isa):
+def test_bf16_states_are_as_close_to_the_truth_as_transformers(networks, models):
     hf, folder = networks("mllama")
     half = type(hf).from_pretrained(folder, dtype=torch.bfloat16).eval()
     ours, theirs = [], []

@@ -1,4 +1,4 @@
-"""Every family against transformers, on tiny random checkpoints, at every ISA level."""
+"""Every family against transformers, on tiny random checkpoints."""
 
 import contextlib
 
@@ -112,7 +112,7 @@ def test_fp32_logits_are_those_of_transformers(name, networks, models, make_runn
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
-def test_bf16_is_as_close_to_the_truth_as_transformers(name, networks, models, make_runner, isa):
+def test_bf16_is_as_close_to_the_truth_as_transformers(name, networks, models, make_runner):
     hf, folder = networks(name)
     half = type(hf).from_pretrained(folder, dtype=torch.bfloat16).eval()
     ours, theirs = [], []
@@ -127,7 +127,7 @@ def test_bf16_is_as_close_to_the_truth_as_transformers(name, networks, models, m
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
-def test_one_token_at_a_time_is_prefill(name, networks, models, make_runner, isa, dtype):
+def test_one_token_at_a_time_is_prefill(name, networks, models, make_runner, dtype):
     """Bit for bit, also in a batch with others, and recorded and replayed."""
     hf, _ = networks(name)
     model = models(name, dtype)

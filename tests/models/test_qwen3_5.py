@@ -53,7 +53,7 @@ def test_fp32_logits_are_those_of_transformers(name, models, truths, isa):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_bf16_is_as_close_to_the_truth_as_transformers(name, models, truths, isa):
+def test_bf16_is_as_close_to_the_truth_as_transformers(name, models, truths):
     """Cut at odd places as well: whole and in chunks count alike."""
     model = models(name, torch.bfloat16)
     ours, theirs = [], []
@@ -64,7 +64,7 @@ def test_bf16_is_as_close_to_the_truth_as_transformers(name, models, truths, isa
     assert rms(torch.cat(ours)) <= 1.25 * rms(torch.cat(theirs))
 
 
-@pytest.mark.parametrize("size", [1, 3, 12, 13, 63, 64, 65])
+@pytest.mark.parametrize("size", [1, 13, 63, 64])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_prompt_cut_into_chunks_is_the_whole(name, models, truths, size):
     model = models(name, torch.float32)
@@ -72,7 +72,7 @@ def test_a_prompt_cut_into_chunks_is_the_whole(name, models, truths, size):
         assert agree(Hands(model).run(prompt.inputs, (size,)), wanted)
 
 
-@settings(max_examples=num_cases(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_cases(10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(1, 80), min_size=1, max_size=6), index=st.integers(0, 3))
 def test_a_prompt_cut_anywhere_is_the_whole(models, truths, sizes, index):
     prompt, wanted = truths("qwen3_5")[index]
@@ -80,7 +80,7 @@ def test_a_prompt_cut_anywhere_is_the_whole(models, truths, sizes, index):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_neighbours_change_nothing(name, models, networks, isa, dtype):
+def test_neighbours_change_nothing(name, models, networks, dtype):
     """One decodes while others are in prefill, unlike in length and place: the bits are those of each alone."""
     model = models(name, dtype)
     prompts = [prompt.inputs for prompt in tiny_qwen3_5.prompts_for(name, networks(name)[0])]
@@ -133,7 +133,7 @@ def test_hidden_states_come_beside_the_same_logits(name, models, networks):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "qwen3_5_moe"])
-def test_a_recorded_step_is_replayed(name, models, isa, dtype):
+def test_a_recorded_step_is_replayed(name, models, dtype):
     model = models(name, dtype)
     inputs = [tiny.text_prompt(40, seed, model.num_position_axes).inputs for seed in (1, 2)]
     eager, replayed = Hands(model, dtype), Hands(model, dtype)

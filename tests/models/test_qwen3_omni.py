@@ -99,15 +99,13 @@ def test_positions_are_those_of_transformers(whole, name):
     assert prompt.inputs.next_position == len(prompt.inputs.token_ids) + int(deltas[0])
 
 
-def test_fp32_logits_are_those_of_transformers(thinkers, prompts, truths, make_runner, isa):
+def test_fp32_logits_are_those_of_transformers(thinkers, prompts, truths, make_runner):
     for name, prompt, truth in zip(PROMPTS, prompts, truths, strict=True):
         (ours,) = logits_of(make_runner(thinkers(torch.float32)), [prompt])
         assert relative(ours, truth) < 1e-4, name
 
 
-def test_bf16_is_as_close_to_the_truth_as_transformers(
-    thinkers, prompts, truths, error_of_transformers, make_runner, isa
-):
+def test_bf16_is_as_close_to_the_truth_as_transformers(thinkers, prompts, truths, error_of_transformers, make_runner):
     errors = []
     for prompt, truth in zip(prompts, truths, strict=True):
         runner = make_runner(thinkers(torch.bfloat16), dtype=torch.bfloat16)
@@ -116,7 +114,7 @@ def test_bf16_is_as_close_to_the_truth_as_transformers(
     assert rms(torch.cat(errors)) <= 1.25 * error_of_transformers
 
 
-def test_together_and_in_chunks_as_alone(thinkers, prompts, make_runner, isa, dtype):
+def test_together_and_in_chunks_as_alone(thinkers, prompts, make_runner, dtype):
     """Bit for bit, recorded and replayed too."""
     model = thinkers(dtype)
     alone = [logits_of(make_runner(model, dtype=dtype), [prompt], dtype=dtype)[0] for prompt in prompts]

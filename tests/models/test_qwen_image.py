@@ -69,7 +69,7 @@ def theirs(module, patches, texts, grid, timestep=TIMESTEP):
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_velocity_is_that_of_diffusers(module, folder, grid, isa):
+def test_velocity_is_that_of_diffusers(module, folder, grid):
     network = loaded(qwen_image.build, folder)
     patches, texts = inputs_of(grid)
     velocity = ours(network, patches, texts, grid)

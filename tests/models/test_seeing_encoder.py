@@ -94,7 +94,7 @@ def test_features_are_those_of_transformers(pair, grids):
     assert relative(tower(patches_of(grids), grids), expected) < 1e-4
 
 
-def test_hidden_states_are_those_of_transformers(pair, isa):
+def test_hidden_states_are_those_of_transformers(pair):
     model, folder = pair
     encoder = loaded(qwen2_5_vl.build, folder)
     assert relative(encoder.encode_seeing(prompt(), patches_of(), GRIDS), theirs(model)) < 1e-4

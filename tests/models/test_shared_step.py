@@ -77,7 +77,9 @@ def prompts_of(family, hf, num_axes):
 def test_another_process_computes_the_same_from_shared_memory(family, networks, models):
     hf, folder = networks(family)
     model, dtype = models(family, torch.float32), torch.float32
-    sizes = Sizes(LIMITS, 32, 64, 64 if model.cross_spec else 0, 40 if model.state_spec else 0)
+    media_rows = tiny.media_buffer(dtype).rows
+    num_slots = 64 if model.cross_spec else 0, 40 if model.state_spec else 0
+    sizes = Sizes(LIMITS, 32, 64, *num_slots, tuple(media_rows.shape))
     resources = build_resources(
         LIMITS,
         sizes.num_pages,
@@ -91,7 +93,7 @@ def test_another_process_computes_the_same_from_shared_memory(family, networks, 
     os.ftruncate(fd, layout.size_bytes)
     media = resources.media
     with worker(fd, str(folder), sizes, dtype) as connection:
-        runner = make_runner(model, shared_inputs(layout, fd), sizes, dtype, tiny.media_buffer(dtype).rows)
+        runner = make_runner(model, shared_inputs(layout, fd), sizes, dtype, media_rows)
         writer = StepWriter(runner.inputs, media.features, media.cross_cache, has_states=resources.states is not None)
         executor = MirroringExecutor(runner, writer, connection)
         core = EngineCore(

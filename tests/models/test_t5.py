@@ -58,7 +58,7 @@ def expected(model, prompts):
 
 
 @pytest.mark.parametrize("kind", ["t5", "umt5"])
-def test_fp32_states_are_those_of_transformers(kind, encoders, isa):
+def test_fp32_states_are_those_of_transformers(kind, encoders):
     model, folder = encoders(kind)
     ours = loaded(t5.build, folder).encode(prompts())
     assert [len(states) for states in ours] == list(LENGTHS)

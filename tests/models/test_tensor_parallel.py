@@ -18,6 +18,10 @@ SIZES = (2, 3, 4, 6)
 # This random network has the same distance to transformers' on one rank: it makes more of every rounding.
 TOLERANCES = {"qwen3_5_moe": 3e-5}
 FAMILIES = [*tiny.FAMILIES, *tiny_qwen3_5.FAMILIES]
+# Attention, experts, cross-attention and recurrent heads at every size. The other families are made of the same parts:
+# they are split by three, which divides nothing.
+CASES = [(name, size) for name in ("qwen3_vl", "qwen3_moe", "mllama", "qwen3_5", "qwen3_next") for size in SIZES]
+CASES += [(name, 3) for name in FAMILIES if (name, 3) not in CASES]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 # So few words that an answer repeats itself, and drafts are taken.
 FEW_WORDS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logit_bias={5: 100.0, 9: 100.0})
@@ -74,8 +78,7 @@ def of_one_rank(networks):
     return computed
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "size"), CASES)
 def test_logits_are_those_of_one_rank(family, size, networks, of_one_rank):
     check_logits(family, size, networks, of_one_rank)
 
@@ -96,7 +99,7 @@ def check_logits(family, size, networks, of_one_rank, **options):
         assert (ours - theirs).norm() <= TOLERANCES.get(family, 1e-5) * theirs.norm()
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_5_moe"])
 def test_bf16_is_as_near_as_rounding_lets_it(family, size, networks, of_one_rank):
     """Partial sums are fp32 and rounded once: nearer to one rank in bf16 than that is to fp32."""
@@ -106,8 +109,8 @@ def test_bf16_is_as_near_as_rounding_lets_it(family, size, networks, of_one_rank
     assert (found - exact).abs().max() <= 1.5 * (alone - exact).abs().max()
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_next"])
 def test_drafts_are_those_of_one_rank(family, size, networks, of_one_rank):
     expected_tokens, expected = of_one_rank(family, torch.float32, FEW_WORDS, drafts=3)
     tokens, found = answers(networks, family, size, torch.float32, FEW_WORDS, drafts=3)

@@ -71,7 +71,7 @@ def theirs(module, latents, timesteps, text):
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_velocity_is_that_of_diffusers(module, folder, grid, isa):
+def test_velocity_is_that_of_diffusers(module, folder, grid):
     network = loaded(wan.build, folder)
     latents, text = inputs_of(grid)
     timesteps = torch.tensor([999.0, 40.0])
