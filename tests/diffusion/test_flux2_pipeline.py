@@ -1,5 +1,6 @@
 """FLUX.2 klein from prompt to picture against diffusers, from the same latents."""
 
+import functools
 import logging
 
 import numpy as np
@@ -21,13 +22,11 @@ from tilewright.types import RequestError
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory):
     """diffusers' pipeline and its folder, by kind."""
-    made = {}
 
+    @functools.cache
     def pipeline(kind):
-        if kind not in made:
-            folder = tmp_path_factory.mktemp(kind)
-            made[kind] = tiny_flux.klein_pipeline(folder, is_distilled=kind == "distilled"), folder
-        return made[kind]
+        folder = tmp_path_factory.mktemp(kind)
+        return tiny_flux.klein_pipeline(folder, is_distilled=kind == "distilled"), folder
 
     return pipeline
 

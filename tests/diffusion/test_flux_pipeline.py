@@ -1,5 +1,6 @@
 """FLUX.1 from prompt to picture against diffusers, from the same latents."""
 
+import functools
 import logging
 
 import numpy as np
@@ -23,14 +24,12 @@ NUM_TOKENS = WIDTH * HEIGHT // 16
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory):
     """diffusers' pipeline and its folder, by kind."""
-    made = {}
 
+    @functools.cache
     def pipeline(kind):
-        if kind not in made:
-            folder = tmp_path_factory.mktemp(kind)
-            class_name = "FluxKontextPipeline" if kind == "kontext" else "FluxPipeline"
-            made[kind] = tiny_flux.flux_pipeline(folder, "dev" if kind == "kontext" else kind, class_name), folder
-        return made[kind]
+        folder = tmp_path_factory.mktemp(kind)
+        class_name = "FluxKontextPipeline" if kind == "kontext" else "FluxPipeline"
+        return tiny_flux.flux_pipeline(folder, "dev" if kind == "kontext" else kind, class_name), folder
 
     return pipeline
 

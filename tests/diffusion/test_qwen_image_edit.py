@@ -1,5 +1,7 @@
 """Whole runs of Qwen-Image-Edit against diffusers, from the same latents, on tiny random checkpoints."""
 
+import functools
+
 import numpy as np
 import pytest
 import tiny_qwen_image
@@ -23,14 +25,12 @@ SIZE = {"width": 64, "height": 48}
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """diffusers' pipeline and its folder, by class."""
-    made = {}
 
+    @functools.cache
     def checkpoint(class_name):
-        if class_name not in made:
-            folder = tmp_path_factory.mktemp(class_name)
-            options = {"zero_cond_t": True} if class_name == STILL else {}
-            made[class_name] = tiny_qwen_image.save_edit(folder, PLUS if options else class_name, **options), folder
-        return made[class_name]
+        folder = tmp_path_factory.mktemp(class_name)
+        options = {"zero_cond_t": True} if class_name == STILL else {}
+        return tiny_qwen_image.save_edit(folder, PLUS if options else class_name, **options), folder
 
     return checkpoint
 

@@ -1,5 +1,6 @@
 """Whole runs of Wan against diffusers, from the same latents, on tiny random checkpoints."""
 
+import functools
 import importlib
 import json
 from dataclasses import replace
@@ -27,13 +28,11 @@ PICTURE_CHANNELS = {"in_channels": 4 + 4 + 4, "out_channels": 4}
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """diffusers' pipeline and its folder, made when first asked for."""
-    made = {}
 
+    @functools.cache
     def of_kind(kind):
-        if kind not in made:
-            folder = tmp_path_factory.mktemp(kind)
-            made[kind] = KINDS[kind](folder), folder
-        return made[kind]
+        folder = tmp_path_factory.mktemp(kind)
+        return KINDS[kind](folder), folder
 
     return of_kind
 

@@ -21,30 +21,36 @@ def loaded(build, folder, dtype=torch.float32, group=None):
     return network
 
 
-def on_ranks(size, build, folder, compute, dtype=torch.float32):
-    """What `compute(network)` gives on each of `size` ranks."""
+def on_ranks(size, make, compute):
+    """What `compute(make(group))` gives on each of `size` ranks, which are threads."""
     host = open_rendezvous(size)
     results, errors = [None] * size, []
 
     def run(rank):
         try:
-            results[rank] = compute(networks[rank])
+            with torch.inference_mode():
+                results[rank] = compute(made[rank])
         except Exception as error:
             errors.append(error)
             host.abort(rank)
 
     try:
-        networks = [loaded(build, folder, dtype, host.make_group(rank)) for rank in range(size)]
+        made = [make(host.make_group(rank)) for rank in range(size)]
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(120)
             assert not thread.is_alive()
     finally:
         host.close()
     assert not errors, errors
     return results
+
+
+def loaded_on_ranks(size, build, folder, compute, dtype=torch.float32):
+    """What `compute(network)` gives on each rank, with its part of the network that `loaded` gives."""
+    return on_ranks(size, lambda group: loaded(build, folder, dtype, group), compute)
 
 
 def randomized(module, seed=0):

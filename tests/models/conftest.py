@@ -1,3 +1,4 @@
+import functools
 import json
 
 import pytest
@@ -26,14 +27,12 @@ def computes_alone(one_thread):
 @pytest.fixture(scope="session")
 def networks(tmp_path_factory):
     """transformers' model and its saved checkpoint, by family, made when first asked for."""
-    made = {}
 
+    @functools.cache
     def network(name):
-        if name not in made:
-            maker = tiny_qwen3_5 if name in tiny_qwen3_5.FAMILIES else tiny
-            hf = maker.make_network(name)
-            made[name] = hf, tiny.save(hf, tmp_path_factory.mktemp(name))
-        return made[name]
+        maker = tiny_qwen3_5 if name in tiny_qwen3_5.FAMILIES else tiny
+        hf = maker.make_network(name)
+        return hf, tiny.save(hf, tmp_path_factory.mktemp(name))
 
     return network
 

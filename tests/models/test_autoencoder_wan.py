@@ -45,16 +45,7 @@ FAMILIES = {"wan21": WAN21, "wan22": WAN22, "qwen": QWEN}
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """diffusers' autoencoder and its checkpoint, by family, made when first asked for."""
-    made = {}
-
-    def checkpoint(name):
-        if name not in made:
-            network = tiny_vae.oracle(**FAMILIES[name])
-            made[name] = network, tiny_vae.save(network, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return checkpoint
+    return tiny_vae.checkpoints_of(FAMILIES, tmp_path_factory)
 
 
 def statistics(network):

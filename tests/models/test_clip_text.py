@@ -1,8 +1,10 @@
 """CLIP's text encoder against transformers, on tiny random checkpoints."""
 
+import functools
+
 import pytest
 import torch
-from components import loaded, on_ranks, randomized, relative, rms
+from components import loaded, loaded_on_ranks, randomized, relative, rms
 from oracle import require
 
 from tilewright.host.files import CheckpointError
@@ -28,15 +30,13 @@ KINDS = {"quick": {"hidden_act": "quick_gelu", "eos_token_id": 2}, "exact": {"hi
 def encoders(tmp_path_factory):
     """transformers' encoder and its saved checkpoint, by kind."""
     transformers = require("transformers")
-    made = {}
 
+    @functools.cache
     def encoder(kind):
-        if kind not in made:
-            model = randomized(transformers.CLIPTextModel(transformers.CLIPTextConfig(**SIZES, **KINDS[kind])))
-            folder = tmp_path_factory.mktemp(kind)
-            model.save_pretrained(folder)
-            made[kind] = model, folder
-        return made[kind]
+        model = randomized(transformers.CLIPTextModel(transformers.CLIPTextConfig(**SIZES, **KINDS[kind])))
+        folder = tmp_path_factory.mktemp(kind)
+        model.save_pretrained(folder)
+        return model, folder
 
     return encoder
 
@@ -85,7 +85,7 @@ def test_bf16_is_as_close_to_the_truth_as_transformers(kind, encoders):
 def test_two_ranks_give_what_one_does(encoders):
     _, folder = encoders("quick")
     alone = loaded(clip.build, folder).pool(prompts())
-    for ours in on_ranks(2, clip.build, folder, lambda network: network.pool(prompts())):
+    for ours in loaded_on_ranks(2, clip.build, folder, lambda network: network.pool(prompts())):
         assert relative(ours, alone) < 1e-5
 
 

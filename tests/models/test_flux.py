@@ -1,8 +1,10 @@
 """The transformer of FLUX.1 against diffusers, on tiny random checkpoints."""
 
+import functools
+
 import pytest
 import torch
-from components import loaded, on_ranks, randomized, relative, rms, sources_of
+from components import loaded, loaded_on_ranks, randomized, relative, rms, sources_of
 from oracle import require
 
 from tilewright.models import flux
@@ -31,15 +33,13 @@ ROWS, COLUMNS, NUM_TEXT = 3, 5, 9
 def transformers(tmp_path_factory):
     """diffusers' transformer and its saved checkpoint, by kind."""
     diffusers = require("diffusers")
-    made = {}
 
+    @functools.cache
     def transformer(kind):
-        if kind not in made:
-            model = randomized(diffusers.FluxTransformer2DModel(**SIZES, guidance_embeds=KINDS[kind]))
-            folder = tmp_path_factory.mktemp(kind)
-            model.save_pretrained(folder)
-            made[kind] = model, folder
-        return made[kind]
+        model = randomized(diffusers.FluxTransformer2DModel(**SIZES, guidance_embeds=KINDS[kind]))
+        folder = tmp_path_factory.mktemp(kind)
+        model.save_pretrained(folder)
+        return model, folder
 
     return transformer
 
@@ -104,7 +104,7 @@ def test_bf16_is_as_close_to_the_truth_as_diffusers(kind, transformers):
 def test_two_ranks_give_what_one_does(transformers):
     _, folder = transformers("dev")
     alone = computed(loaded(flux.build, folder), *inputs(2))
-    for ours in on_ranks(2, flux.build, folder, lambda network: computed(network, *inputs(2))):
+    for ours in loaded_on_ranks(2, flux.build, folder, lambda network: computed(network, *inputs(2))):
         assert relative(ours, alone) < 1e-5
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from components import loaded, on_ranks, randomized, relative, rms, sources_of
+from components import loaded, loaded_on_ranks, randomized, relative, rms, sources_of
 from oracle import require
 
 from tilewright.models import flux2
@@ -90,7 +90,7 @@ def test_ranks_give_what_one_does(size, transformer):
     """Three have a head each; two, two, of which one is padding."""
     _, folder = transformer
     alone = computed(loaded(flux2.build, folder), *inputs(2))
-    for ours in on_ranks(size, flux2.build, folder, lambda network: computed(network, *inputs(2))):
+    for ours in loaded_on_ranks(size, flux2.build, folder, lambda network: computed(network, *inputs(2))):
         assert relative(ours, alone) < 1e-5
 
 

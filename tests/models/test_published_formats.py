@@ -1,5 +1,6 @@
 """Quantised checkpoints as people publish them: their weights to the bit, and the answers of the model they mean."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -62,14 +63,7 @@ def network():
 @pytest.fixture(scope="module")
 def folders(network, tmp_path_factory):
     """The two folders of a case, made when first asked for."""
-    made = {}
-
-    def of(case):
-        if case not in made:
-            made[case] = write(tmp_path_factory.mktemp("published"), network, CASES[case][0]())
-        return made[case]
-
-    return of
+    return functools.cache(lambda case: write(tmp_path_factory.mktemp("published"), network, CASES[case][0]()))
 
 
 def logits(folder, size=1, **options):

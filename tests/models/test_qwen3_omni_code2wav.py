@@ -5,7 +5,7 @@ import copy
 import pytest
 import tiny_speech
 import torch
-from components import rms
+from components import on_ranks, rms
 
 from tilewright.models.qwen3_omni.code2wav import MAX_FRAMES, Code2WavState, build
 from tilewright.ops import backend
@@ -93,9 +93,7 @@ def test_bf16_errs_as_little_as_theirs():
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_have_the_samples_of_one(size):
     network, codes = tiny_speech.code2wav(), codes_of(20)
-    for samples in tiny_speech.on_ranks(
-        size, lambda group: filled(network, group=group), lambda ours: whole(ours, codes)
-    ):
+    for samples in on_ranks(size, lambda group: filled(network, group=group), lambda ours: whole(ours, codes)):
         assert (samples - whole(filled(network), codes)).abs().max() < 1e-5
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import pytest
 import tiny_speech
 import torch
-from components import rms
+from components import on_ranks, rms
 
 from tilewright.layers.batch import Batch
 from tilewright.models.qwen3_omni.config import TalkerConfig
@@ -173,7 +173,7 @@ def test_ranks_have_the_results_of_one(size):
     def compute(ours):
         return computed(ours, x_TD)[1], *frames_of(ours, hidden, [3, 4])
 
-    for own in tiny_speech.on_ranks(size, lambda group: filled(network, group=group), compute):
+    for own in on_ranks(size, lambda group: filled(network, group=group), compute):
         assert (own[0] - logits).abs().max() < 1e-4
         assert torch.equal(own[1], codes)
         assert (own[2] - embedded).abs().max() < 1e-5

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from components import loaded, on_ranks, randomized, rms, sources_of
+from components import loaded, loaded_on_ranks, randomized, rms, sources_of
 from oracle import require
 
 from tilewright.layers.memory import StepCache
@@ -148,7 +148,7 @@ def test_several_ranks_compute_what_one_does(folder, size, dtype):
     grid = (3, 7)
     patches, texts = inputs_of(grid)
     alone = ours(loaded(qwen_image.build, folder, dtype), patches, texts, grid)
-    split = on_ranks(size, qwen_image.build, folder, lambda network: ours(network, patches, texts, grid), dtype)
+    split = loaded_on_ranks(size, qwen_image.build, folder, lambda network: ours(network, patches, texts, grid), dtype)
     for velocity in split:
         assert torch.equal(velocity, split[0])
     tolerance = 1e-5 if dtype == torch.float32 else 0.05

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from components import loaded, on_ranks, randomized, relative, rms
+from components import loaded, loaded_on_ranks, randomized, relative, rms
 from oracle import require
 
 from tilewright.models import qwen2_5_vl
@@ -120,7 +120,7 @@ def test_two_ranks_give_what_one_does(pair):
     _, folder = pair
     alone = loaded(qwen2_5_vl.build, folder).encode_seeing(prompt(), patches_of(), GRIDS)
     compute = lambda encoder: encoder.encode_seeing(prompt(), patches_of(), GRIDS)  # noqa: E731
-    for found in on_ranks(2, qwen2_5_vl.build, folder, compute):
+    for found in loaded_on_ranks(2, qwen2_5_vl.build, folder, compute):
         assert relative(found, alone) < 1e-4
 
 

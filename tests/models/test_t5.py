@@ -1,8 +1,10 @@
 """The encoders of T5 and UMT5 against transformers, on tiny random checkpoints."""
 
+import functools
+
 import pytest
 import torch
-from components import loaded, on_ranks, randomized, relative, rms, sources_of
+from components import loaded, loaded_on_ranks, randomized, relative, rms, sources_of
 from oracle import require
 
 from tilewright.models.text_encoders import t5
@@ -28,16 +30,14 @@ LENGTHS = (70, 1, 9)  # the first passes the largest distance that has a bias of
 def encoders(tmp_path_factory):
     """transformers' encoder and its saved checkpoint, by kind."""
     transformers = require("transformers")
-    made = {}
 
+    @functools.cache
     def encoder(kind):
-        if kind not in made:
-            config = {"t5": transformers.T5Config, "umt5": transformers.UMT5Config}[kind](**SIZES)
-            model = {"t5": transformers.T5EncoderModel, "umt5": transformers.UMT5EncoderModel}[kind](config)
-            folder = tmp_path_factory.mktemp(kind)
-            randomized(model).save_pretrained(folder)
-            made[kind] = model, folder
-        return made[kind]
+        config = {"t5": transformers.T5Config, "umt5": transformers.UMT5Config}[kind](**SIZES)
+        model = {"t5": transformers.T5EncoderModel, "umt5": transformers.UMT5EncoderModel}[kind](config)
+        folder = tmp_path_factory.mktemp(kind)
+        randomized(model).save_pretrained(folder)
+        return model, folder
 
     return encoder
 
@@ -86,7 +86,7 @@ def test_bf16_is_as_close_to_the_truth_as_transformers(kind, encoders):
 def test_two_ranks_give_what_one_does(kind, encoders):
     _, folder = encoders(kind)
     alone = torch.cat(loaded(t5.build, folder).encode(prompts()))
-    for ours in on_ranks(2, t5.build, folder, lambda network: torch.cat(network.encode(prompts()))):
+    for ours in loaded_on_ranks(2, t5.build, folder, lambda network: torch.cat(network.encode(prompts()))):
         assert relative(ours, alone) < 1e-5
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from components import loaded, on_ranks, randomized, rms, sources_of
+from components import loaded, loaded_on_ranks, randomized, rms, sources_of
 from oracle import require
 
 from tilewright.layers.memory import StepCache
@@ -163,7 +163,7 @@ def test_several_ranks_compute_what_one_does(folder, size, dtype):
     latents, text = inputs_of((3, 10, 6))
     timesteps = torch.tensor([900.0, 300.0])
     alone = ours(loaded(wan.build, folder, dtype), latents, timesteps, text)
-    split = on_ranks(size, wan.build, folder, lambda network: ours(network, latents, timesteps, text), dtype)
+    split = loaded_on_ranks(size, wan.build, folder, lambda network: ours(network, latents, timesteps, text), dtype)
     for velocity in split:
         assert torch.equal(velocity, split[0])
     tolerance = 1e-5 if dtype == torch.float32 else 0.02

@@ -1,7 +1,6 @@
 """A tiny Qwen3-Omni with random weights, as transformers has it, and our networks filled from it."""
 
 import functools
-import threading
 
 import torch
 from components import randomized
@@ -9,7 +8,6 @@ from oracle import require
 
 from tilewright.layers import partition
 from tilewright.parallel.group import SingleGroup
-from tilewright.parallel.rendezvous import open_rendezvous
 from tilewright.weights.spec import iter_weights
 
 NUM_CODES = 4  # of a frame
@@ -62,33 +60,6 @@ def filled(build, network, prefix, dtype=torch.float32, group=None):
         weight.build([state[source.name] for source in weight.sources], dtype)
     assert asked == set(state), set(state) - asked
     return ours
-
-
-def on_ranks(size, fill, compute):
-    """What `compute(fill(group))` gives on each of `size` ranks, which are threads."""
-    host = open_rendezvous(size)
-    results, errors = [None] * size, []
-
-    def run(rank):
-        try:
-            with torch.inference_mode():
-                results[rank] = compute(networks[rank])
-        except Exception as error:
-            errors.append(error)
-            host.abort(rank)
-
-    try:
-        networks = [fill(host.make_group(rank)) for rank in range(size)]
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive()
-    finally:
-        host.close()
-    assert not errors, errors
-    return results
 
 
 TEXT = {

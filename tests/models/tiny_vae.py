@@ -1,5 +1,6 @@
 """Tiny autoencoders of diffusers with random weights, and ours of the same checkpoint."""
 
+import functools
 import json
 
 import torch
@@ -40,6 +41,17 @@ def save(network, folder):
     tensors = {name: tensor.contiguous() for name, tensor in network.state_dict().items()}
     safetensors.save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def checkpoints_of(families, tmp_path_factory):
+    """diffusers' autoencoder and its folder by the name of its family, made when first asked for."""
+
+    @functools.cache
+    def checkpoint(name):
+        network = oracle(**families[name])
+        return network, save(network, tmp_path_factory.mktemp(name))
+
+    return checkpoint
 
 
 def ours(folder, dtype=torch.float32, **options):
