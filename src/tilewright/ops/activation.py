@@ -12,36 +12,6 @@ def silu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     return activate(x, "silu", out=out)
 
 
-def gelu_tanh(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """gelu by its tanh formula (gelu_pytorch_tanh). `out` may be x."""
-    return activate(x, "gelu_tanh", out=out)
-
-
-def gelu_erf(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """x * Phi(x), the exact gelu. `out` may be x."""
-    return activate(x, "gelu_erf", out=out)
-
-
-def gelu_quick(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """x * sigmoid(1.702 x). `out` may be x."""
-    return activate(x, "gelu_quick", out=out)
-
-
-def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """silu(gate) * up [..., I] of x [..., 2I], gate first."""
-    return activate_and_mul(x, "silu", out=out)
-
-
-def gelu_tanh_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """gelu_tanh(gate) * up [..., I] of x [..., 2I], gate first."""
-    return activate_and_mul(x, "gelu_tanh", out=out)
-
-
-def gelu_erf_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """gelu_erf(gate) * up [..., I] of x [..., 2I], gate first."""
-    return activate_and_mul(x, "gelu_erf", out=out)
-
-
 @op
 def activate(x: Tensor, activation: str, *, out: Tensor | None = None) -> Tensor:
     """Return the named activation of each element: none, silu, gelu_tanh, gelu_erf or gelu_quick. `out` may be x."""

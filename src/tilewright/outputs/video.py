@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.host import files
 from tilewright.types import RequestError
 
 _log = logging.getLogger(__name__)
@@ -36,11 +35,6 @@ def check_video_name(path: str | Path) -> str:
     if suffix not in SUFFIXES:
         raise RequestError(f"{path} ends in {suffix or 'nothing'}, expected one of {', '.join(SUFFIXES)}")
     return suffix
-
-
-def write_video(path: str | Path, frames: np.ndarray, fps: float, settings: Mapping[str, Any] | None = None) -> None:
-    """Write a video file in the format of its suffix: .mp4, or an animated .webp, .png or .gif."""
-    files.write_bytes(Path(path), encode_video(frames, fps, check_video_name(path), settings))
 
 
 def encode_video(

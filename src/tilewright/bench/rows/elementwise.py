@@ -45,13 +45,15 @@ def _gated(tokens: int, width: int) -> Calls:
 
     def ours(call: int) -> object:
         source, out = sets[call % len(sets)]
-        return activation.silu_and_mul(source, out=out)
+        return activation.activate_and_mul(source, "silu", out=out)
 
     def theirs(call: int) -> object:
         source, out = sets[call % len(sets)]
         return torch.mul(functional.silu(source[:, :width]), source[:, width:], out=out)
 
-    return Calls(ours, theirs, lambda: close(activation.silu_and_mul(x), reference.activate_and_mul(x, "silu")))
+    return Calls(
+        ours, theirs, lambda: close(activation.activate_and_mul(x, "silu"), reference.activate_and_mul(x, "silu"))
+    )
 
 
 def _gelu(tokens: int, width: int) -> Calls:
@@ -60,12 +62,12 @@ def _gelu(tokens: int, width: int) -> Calls:
 
     def ours(call: int) -> object:
         source, out = sets[call % len(sets)]
-        return activation.gelu_tanh(source, out=out)
+        return activation.activate(source, "gelu_tanh", out=out)
 
     def theirs(call: int) -> object:
         return functional.gelu(sets[call % len(sets)][0], approximate="tanh")
 
-    return Calls(ours, theirs, lambda: close(activation.gelu_tanh(x), reference.activate(x, "gelu_tanh")))
+    return Calls(ours, theirs, lambda: close(activation.activate(x, "gelu_tanh"), reference.activate(x, "gelu_tanh")))
 
 
 def _add_row(tokens: int, width: int) -> Calls:

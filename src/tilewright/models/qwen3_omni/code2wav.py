@@ -10,7 +10,6 @@ width.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -204,11 +203,6 @@ class Code2Wav:
         ]
         self.snake = Snake(f"{name}.decoder.{num_blocks + 1}", channels // 2**num_blocks)
         self.last = CausalConv1d(f"{name}.decoder.{num_blocks + 2}.conv", channels // 2**num_blocks, 1, KERNEL)
-
-    @property
-    def samples_per_frame(self) -> int:
-        """Samples of each frame but a sequence's first, which gives fewer."""
-        return math.prod(self.config.upsampling_ratios) * math.prod(self.config.upsample_rates)
 
     def decode(self, codes: Sequence[Tensor], states: Sequence[Code2WavState]) -> list[Tensor]:
         """Return the next samples of each sequence, fp32 [n], from its next frames int64 [T, Q] and its state.

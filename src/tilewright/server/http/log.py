@@ -26,10 +26,6 @@ class RequestLog:
         self.outcome = "ok"
         self.fields: dict[str, Any] = {"id": request_id, "client": client, "method": method, "path": path}
 
-    @property
-    def has_started(self) -> bool:
-        return self._last_token_s is not None
-
     def record(self, event: Started | AnswerDelta | Ended) -> None:
         """Record an event of the engine."""
         if isinstance(event, AnswerDelta):
