@@ -82,7 +82,7 @@ def cores(draw):
 requests = st.tuples(prompts(), sampling, st.integers(0, 12), st.none() | st.integers(0, 20))
 
 
-@settings(max_examples=num_cases(200), deadline=None)
+@settings(max_examples=num_cases(100), deadline=None)
 @given(cores(), st.lists(requests, min_size=1, max_size=7))
 def test_every_answer_is_the_one_alone(options, requests):
     core = make_core(**options)

@@ -69,7 +69,7 @@ requests = st.tuples(
 )
 
 
-@settings(max_examples=num_cases(150), deadline=None)
+@settings(max_examples=num_cases(75), deadline=None)
 @given(cores(), st.lists(requests, min_size=1, max_size=7))
 def test_every_answer_is_the_one_alone(options, requests):
     core = recurrent_core(**options)

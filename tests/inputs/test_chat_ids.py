@@ -90,7 +90,7 @@ PIECES = [
 ]
 
 
-@settings(max_examples=num_cases(200), deadline=None)
+@settings(max_examples=num_cases(80), deadline=None)
 @given(st.lists(st.one_of(st.text(max_size=6), st.sampled_from(PIECES))).map("".join), st.sampled_from(TEMPLATES))
 def test_other_text_has_the_ids_it_always_had(tokenizer, text, name):
     template = template_of(name)

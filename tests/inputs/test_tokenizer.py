@@ -61,7 +61,7 @@ def llama():
 
 
 @pytest.mark.slow
-@settings(max_examples=num_cases(300), deadline=None)
+@settings(max_examples=num_cases(150), deadline=None)
 @given(TEXTS)
 def test_ids_and_text_are_those_of_transformers(qwen, oracle, text):
     ids = qwen.encode(text)
@@ -200,7 +200,7 @@ def test_smollm2_splits_digits(smollm):
     control = [token for token, kind in zip(vocab, metadata["tokenizer.ggml.token_type"], strict=True) if kind == 3]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
 
-    @settings(max_examples=num_cases(300), deadline=None)
+    @settings(max_examples=num_cases(150), deadline=None)
     @given(TEXTS)
     def check(text):
         assert smollm.encode(text) == backend.encode(text).ids
@@ -233,7 +233,7 @@ def test_qwen_from_gguf_metadata(folder, qwen):
     assert tokenizer.chat_template == {"default": "hello", "tool_use": "tools"}
     assert tokenizer.stop_token_ids == (151645, 151643)
 
-    @settings(max_examples=num_cases(200), deadline=None)
+    @settings(max_examples=num_cases(100), deadline=None)
     @given(TEXTS)
     def check(text):
         assert tokenizer.encode(text) == qwen.encode(text)
@@ -259,7 +259,7 @@ def merge_by_score(text: str, metadata: dict) -> list[str]:
     ]
 
 
-@settings(max_examples=num_cases(300), deadline=None)
+@settings(max_examples=num_cases(150), deadline=None)
 @given(st.text(alphabet="the cainHAT.é€🦙\n", min_size=1, max_size=30))
 def test_llama_merges_by_score(llama, text):
     metadata = llama_metadata()

@@ -159,7 +159,7 @@ def test_odd_pictures_are_those_of_transformers(processor, oracle, odd):
     check(processor, processor.prompt("<|image|>x", media=parts([odd])), expected, 1)
 
 
-@settings(max_examples=num_cases(500), deadline=None)
+@settings(max_examples=num_cases(200), deadline=None)
 @given(st.integers(1, 4000), st.integers(1, 4000), st.sampled_from([16, 448, 560]), st.integers(1, 7))
 def test_the_tiles_chosen_are_those_of_transformers(height, width, tile, max_tiles):
     ours = fit(height, width, MllamaPreprocessing(tile, 14, max_tiles, (), (), 1.0, "bilinear"))

@@ -16,7 +16,7 @@ from tilewright.parallel.group import CollectiveError
 from tilewright.parallel.rendezvous import make_group, open_rendezvous
 
 pytestmark = pytest.mark.alone  # no other process of this run may hold memory of a group
-TIMEOUT_S = 8.0  # ranks of a busy machine may be seconds apart
+TIMEOUT_S = 4.0  # ranks of a busy machine may be seconds apart
 PATIENCE_S = 60.0  # for a machine with other things to do: an error must come, only later
 
 
@@ -52,7 +52,7 @@ def names_in_shared_memory():
     return sorted(entry.name for entry in Path("/dev/shm").iterdir())
 
 
-@pytest.mark.parametrize("elements", [1, 2048, 300_000], ids=["one", "8KB", "1.2MB"])
+@pytest.mark.parametrize("elements", [2048, 300_000], ids=["8KB", "1.2MB"])
 def test_a_killed_rank_is_named_after_the_time_out(elements):
     names = names_in_shared_memory()
     with started_ranks(3, work_until_failure, elements, timeout_s=TIMEOUT_S) as (_, ranks):
@@ -63,9 +63,9 @@ def test_a_killed_rank_is_named_after_the_time_out(elements):
             (kind, text), second, operation, took_s, held = ranks[rank].result()
             assert kind == "CollectiveError"
             assert text == (
-                f"group 'tp', all_reduce, operation {operation}: rank 1 did not arrive within 8 s; the group is broken"
+                f"group 'tp', all_reduce, operation {operation}: rank 1 did not arrive within 4 s; the group is broken"
             )
-            assert f"rank 1 did not arrive at operation {operation} within 8 s; the group is broken" in second
+            assert f"rank 1 did not arrive at operation {operation} within 4 s; the group is broken" in second
             assert TIMEOUT_S * 0.9 < took_s < PATIENCE_S
             assert held == []
     assert_nothing_is_left(ranks, names)
@@ -90,11 +90,11 @@ def test_a_rank_that_hangs_is_named():
         wait_until_working(ranks)
         os.kill(ranks[0].process.pid, signal.SIGSTOP)
         (_, text), *_ = ranks[1].result()
-        assert re.search(r"operation \d+: rank 0 did not arrive within 8 s", text)
+        assert re.search(r"operation \d+: rank 0 did not arrive within 4 s", text)
         os.kill(ranks[0].process.pid, signal.SIGCONT)  # it comes too late, and hears so
         (_, text), *_ = ranks[0].result()
         assert re.search(
-            r"operation \d+: rank 0 did not arrive( at operation \d+)? within 8 s; the group is broken", text
+            r"operation \d+: rank 0 did not arrive( at operation \d+)? within 4 s; the group is broken", text
         )
 
 
@@ -113,7 +113,7 @@ def replay_alone(rendezvous, rank):
 
 def test_a_replayed_step_names_a_lost_rank():
     assert run_ranks(2, replay_alone, timeout_s=TIMEOUT_S) == [
-        "group 'tp', all_reduce, operation 2: rank 1 did not arrive within 8 s; the group is broken",
+        "group 'tp', all_reduce, operation 2: rank 1 did not arrive within 4 s; the group is broken",
         None,
     ]
 

@@ -189,9 +189,9 @@ print(weight_bytes, status_bytes("VmHWM") - before)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source_dtype,dtype", [("bfloat16", "bfloat16"), ("float16", "bfloat16")])
-def test_peak_memory_is_the_weights_and_a_tenth(make_checkpoint, source_dtype, dtype):
-    tensors = {"embed.weight": torch.zeros(40000, 1024, dtype=getattr(torch, source_dtype))}
+def test_peak_memory_is_the_weights_and_a_tenth(make_checkpoint, source_dtype=torch.float16, dtype="bfloat16"):
+    """Of weights that are converted, which takes more than those that are not."""
+    tensors = {"embed.weight": torch.zeros(40000, 1024, dtype=source_dtype)}
     for i in range(16):
         rows = {
             "q.weight": 1024,
@@ -202,7 +202,7 @@ def test_peak_memory_is_the_weights_and_a_tenth(make_checkpoint, source_dtype, d
             "table": 2048,
         }
         for name, count in rows.items():
-            tensors[f"{i}.{name}"] = torch.ones(count, 1024, dtype=getattr(torch, source_dtype))
+            tensors[f"{i}.{name}"] = torch.ones(count, 1024, dtype=source_dtype)
     checkpoint = make_checkpoint(tensors)
     del tensors
     result = subprocess.run(
