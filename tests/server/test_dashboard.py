@@ -1,8 +1,8 @@
 """deploy/grafana.json and docs/deploy.md tell of the metrics that the server has, and of all of them."""
 
-import itertools
 import json
 import re
+import runpy
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +18,6 @@ NAME = re.compile(r"tilewright_\w+")
 # Of what is exposed, what the dashboard leaves out on purpose: nothing.
 LEFT_OUT: set[str] = set()
 ADDED_BY_PROMETHEUS = {"instance"}
-COLUMNS = 24
 
 
 @pytest.fixture(scope="module")
@@ -78,35 +77,9 @@ def test_counters_are_drawn_as_rates(dashboard, exposed):
             assert is_counted == is_rate, f"{title}: {name}"
 
 
-def test_queries_go_by_the_variables(dashboard):
-    variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
-    assert variables["datasource"]["type"] == "datasource" and variables["datasource"]["query"] == "prometheus"
-    assert set(NAME.findall(variables["instance"]["definition"])) == {"tilewright_engine_ready"}
-    for panel in dashboard["panels"]:
-        for part in [panel, *panel.get("targets", [])] if panel["type"] != "row" else []:
-            assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-    for title, query in queries(dashboard):
-        assert query.count("{") == query.count('instance=~"$instance"') == len(NAME.findall(query)), title
-        assert query.count("(") == query.count(")"), title
-
-
-def test_panels_lie_side_by_side(dashboard):
-    ids = [panel["id"] for panel in dashboard["panels"]]
-    assert len(set(ids)) == len(ids)
-    taken = set()
-    for panel in dashboard["panels"]:
-        place = panel["gridPos"]
-        cells = set(
-            itertools.product(range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"]))
-        )
-        assert cells and all(0 <= column < COLUMNS for column, _ in cells), panel["title"]
-        assert not cells & taken, f"{panel['title']} lies on another"
-        taken |= cells
-        letters = [target["refId"] for target in panel.get("targets", [])]
-        assert len(set(letters)) == len(letters)
-    assert [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"] == [
-        "Health", "Traffic", "Latency", "Throughput", "The machine", "Caches", "Pictures",
-    ]  # fmt: skip
+def test_the_file_is_what_the_script_writes():
+    script = runpy.run_path(str(ROOT / "tools" / "dashboard.py"))
+    assert script["PATH"].read_text() == script["text"](), "run python tools/dashboard.py"
 
 
 def test_docs_list_every_metric_as_the_server_does(exposed, labels):
