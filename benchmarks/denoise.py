@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from shapes import fill, random_value
 from torch import Tensor
-from turns import timed_in_turns, warm_up
+from turns import timed_in_turns
 
 from tilewright.models import wan, z_image
 from tilewright.weights.spec import iter_weights
@@ -194,8 +194,7 @@ def run(bench: ZImage | Wan, args: argparse.Namespace) -> None:
     calls["ours"] = bench.our_step(ours)
     if not args.alone:
         check_same(*(call().to(bench.dtype) for call in calls.values()))
-    warm_up(calls)
-    turns = timed_in_turns(calls, range(args.rounds))
+    turns = timed_in_turns(calls, args.rounds)
     limits = turns.limits
     print(
         f"{bench.dtype}, {bench.num_rows} rows: read {limits.read_gb_s:.0f} GB/s, torch's product "

@@ -1,8 +1,8 @@
 """A Llama-3.2-Vision with random weights, as fast as it can be written: python benchmarks/random_mllama.py FOLDER
 
 Without a config it has about a billion parameters: big enough for a step to be bound by the machine and not by Python,
-small enough for two cores. `--config` takes a real one's sizes. benchmarks/peers.py, benchmarks/picture_questions.py
-and `tilewright serve` take the folder as any checkpoint's. Its tokens are bytes.
+small enough for two cores. `--config` takes a real one's sizes. benchmarks/peers.py and
+`tilewright serve` take the folder as any checkpoint's. Its tokens are bytes.
 
   python benchmarks/random_mllama.py /tmp/mllama-1b
   python benchmarks/random_mllama.py /dev/shm/mllama-11b --config Llama-3.2-11B-Vision-Instruct.json

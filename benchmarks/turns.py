@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -34,18 +34,15 @@ class Turns:
         return f"{tflops:.2f} TFLOP/s, {tflops / self.limits.peak_tflops:.0%} of the peak"
 
 
-def timed_in_turns(calls: Calls, rounds: Iterable[object]) -> Turns:
-    """Time each call once per round."""
+def timed_in_turns(calls: Calls, rounds: int) -> Turns:
+    """Time each call once per round, after one that warms up."""
+    for call in calls.values():
+        call()
     before = probe()
     times_s: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in rounds:
+    for _ in range(rounds):
         for name, call in calls.items():
             begin_s = perf_counter()
             call()
             times_s[name].append(perf_counter() - begin_s)
     return Turns(times_s, between(before, probe()))
-
-
-def warm_up(calls: Calls) -> None:
-    for call in calls.values():
-        call()

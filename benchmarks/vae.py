@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from turns import timed_in_turns, warm_up
+from turns import timed_in_turns
 
 from tilewright.layers.conv import Conv2d, UpsampleConv2d
 from tilewright.layers.norm import GroupNorm
@@ -70,24 +69,20 @@ def networks(config: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, Ours]:
     return theirs, ours
 
 
-def make_weights(ours: Ours) -> None:
-    """Random ones in ours alone, in bf16, that keep the size of what goes through."""
-    for weight in iter_weights(ours):
-        tensors = [torch.randn(source.shape) * math.prod(source.shape[1:]) ** -0.5 for source in weight.sources]
-        weight.build(tensors, torch.bfloat16)
-
-
 def compare(theirs: Any, ours: Ours, z: torch.Tensor, latents: torch.Tensor, rounds: int) -> None:
     expected = theirs.decode(z).sample.movedim(1, -1).float()
     difference = ((ours.decode(latents)[:, 0].float() - expected).abs().max() / expected.abs().max()).item()
     assert difference < MAX_DIFFERENCE[z.dtype], f"off by {difference:.2g} of the largest output"
     calls = {**calls_of(theirs, z), "ours": lambda: ours.decode(latents)}
-    warm_up(calls)
-    turns = timed_in_turns(calls, range(rounds))
+    turns = timed_in_turns(calls, rounds)
     limits = turns.limits
     print(f"{z.dtype}: read {limits.read_gb_s:.1f} GB/s, bf16 peak {limits.peak_tflops:.2f} TFLOP/s")
+    with timed(Conv2d, UpsampleConv2d) as spent:
+        ours.decode(latents)
+    num_operations = sum(own for _, own in spent.values())
     for name in calls:
-        print(f"  {name}: {turns.median_s(name):.3f} s, {turns.beside_ours(name)}")
+        speed = turns.speed(name, num_operations)
+        print(f"  {name}: {turns.median_s(name):.3f} s, {turns.beside_ours(name)}; convolutions: {speed}")
 
 
 def calls_of(theirs: Any, z: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:

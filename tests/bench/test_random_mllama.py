@@ -9,7 +9,6 @@ import transformers
 from sources import ROOT
 
 from tilewright import Engine
-from tilewright.bench.timing import Probe
 
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -24,11 +23,10 @@ def config():
 @pytest.fixture
 def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import picture_questions
     import random_mllama
     import shapes
 
-    return random_mllama, picture_questions, shapes
+    return random_mllama, shapes
 
 
 def write(monkeypatch, capsys, script, folder, config):
@@ -56,23 +54,14 @@ def test_transformers_finds_every_tensor(monkeypatch, capsys, scripts, tmp_path,
     assert not layers[0].equal(layers[1]) and 0.015 < float(layers[0].float().std()) < 0.025
 
 
-def test_questions_are_timed(monkeypatch, capsys, scripts, tmp_path, config):
+def test_the_engine_answers(monkeypatch, capsys, scripts, tmp_path, config):
     folder = write(monkeypatch, capsys, scripts[0], tmp_path, config)
     with Engine(folder, dtype="float32", kv_memory="20MB", max_context=256, pack_cache=False) as engine:
         assert engine.chat([{"role": "user", "content": "hello"}], max_tokens=3).token_ids
-    picture_questions = scripts[1]
-    monkeypatch.setattr(picture_questions, "probe", lambda: Probe(20.0, 18.0, 1.0, 2.0, "float32"))
-    options = ["--side", "32", "--new-tokens", "5", "--rounds", "2", "--kv-memory", "20MB"]
-    monkeypatch.setattr(sys, "argv", ["picture_questions.py", str(folder), *options])
-    picture_questions.main()
-    document = json.loads(capsys.readouterr().out)
-    assert len(document["rounds"]) == 2 and document["memory"]["peak_resident_bytes"] > 1 << 20
-    for figures in (*document["rounds"], document["median"]):
-        assert figures["read_gb_s"] == 20.0 and min(figures.values()) > 0
 
 
 def test_shapes_have_the_biases_of_real_checkpoints(scripts, config):
-    tower = scripts[2].make_model(config).vision
+    tower = scripts[1].make_model(config).vision
     layers = [*tower.local_layers, *tower.global_layers]
     assert all(layer.mlp_in.packed.bias is not None and layer.mlp_out.packed.bias is not None for layer in layers)
     assert tower.projector.packed.bias is not None and layers[0].qkv.packed.bias is None
