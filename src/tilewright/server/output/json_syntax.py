@@ -105,7 +105,7 @@ def _read_string(text: Cursor) -> Steps[str | None]:
 
 
 def _pass_value(text: Cursor, emit: EmitText) -> Steps[bool]:
-    """EmitText the text of a JSON value as it arrives; return whether the value is complete.
+    """Emit the text of a JSON value as it arrives; return whether the value is complete.
 
     Only strings, escapes and nesting are parsed, to find the end. A < outside of strings ends an incomplete value.
     """
@@ -130,7 +130,7 @@ def _pass_value(text: Cursor, emit: EmitText) -> Steps[bool]:
 
 
 def _pass_string(text: Cursor, emit: EmitText) -> Steps[bool]:
-    """EmitText the text of the string that begins here as it arrives; return whether it is complete."""
+    """Emit the text of the string that begins here as it arrives; return whether it is complete."""
     emit(text.read(1))
     while end := (yield from text.read_until(_STRING_ENDS, emit)):
         emit(text.read(1))
