@@ -12,6 +12,9 @@ from pathlib import Path
 
 from sources import CSRC, FUNCTIONS, PACKAGE, ROOT, cpp_files, parse, python_files
 
+from tilewright.engine.options import EngineOptions
+from tilewright.options import declared
+
 PAGE = PACKAGE / "server" / "page"  # the web page
 ROOMS = (ROOT, PACKAGE, CSRC)  # where a path in a page may start
 NAME = r"[A-Za-z_]\w*"
@@ -45,6 +48,10 @@ class CodeNames:
             self._words.add(name)
             for definition in definitions_of_name:
                 self._words |= definition.members | definition.parameters
+        # Declared options are flags, and parameters of the class that takes them.
+        self._flags = {option.flag for option in declared(EngineOptions) if option.about.has_flag}
+        for definition in self.by_name["Engine"]:
+            definition.parameters |= {option.name for option in declared(EngineOptions)}
         self._verbatim = "\n".join(path.read_text() for path in [*cpp_files(), *python_files()])
 
     @staticmethod
@@ -59,7 +66,7 @@ class CodeNames:
             program, argument = command.groups()
             return self._is_path(argument) if program == "python" else f'"{argument}"' in self._verbatim
         if re.fullmatch(r"--[a-z-]+|TILEWRIGHT_\w+", span):
-            return f'"{span}"' in self._verbatim
+            return span in self._flags or f'"{span}"' in self._verbatim
         if call := re.fullmatch(rf"((?:\w+/)*{DOTTED})(?:\((.*)\))?", span):
             name, arguments = call.groups()
             keywords = re.findall(rf"({NAME})=", arguments or "")

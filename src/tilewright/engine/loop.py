@@ -278,7 +278,9 @@ class EngineLoop:
 
     def _deliver(self, results: list[tuple[Sequence, Delta]]) -> None:
         for sequence, delta in results:
-            handle = self._handles[sequence.request_id]
+            handle = self._handles.get(sequence.request_id)
+            if handle is None:  # `fail` has ended it, and a step has passed since
+                continue
             handle.push(delta, None if delta.finish_reason is None else self._completion(sequence))
             if handle.is_done:
                 self._forget(handle)
