@@ -161,7 +161,8 @@ class Served:
 
     def objects(self, created: int, settings: ServerSettings) -> list[dict[str, Any]]:
         """Return the models and what each can do, for /v1/models."""
-        return [model.as_object(created, settings) for model in (*self.text_models, *self.image_models)]
+        models: list[TextModel | ImageModel] = [*self.text_models, *self.image_models]
+        return [model.as_object(created, settings) for model in models]
 
 
 def _names(models: Sequence[TextModel] | Sequence[ImageModel]) -> str:
