@@ -143,7 +143,7 @@ def run_machine(own, options):
 
 
 def run_parity(own, options):
-    """Logits of prompts with pictures and of a few decoded tokens, beside those of the CPU's kernels."""
+    """Logits of prompts with images and of a few decoded tokens, beside those of the CPU's kernels."""
     rows = {}
     for name, config in CONFIGS.items():
         for dtype_name, dtype in DTYPES.items():
@@ -171,7 +171,7 @@ def parity(own, name, config, dtype):
 
 
 def run_counts(own, options):
-    """Copies and waits between a step's schedule and its sampling, for 1, 8 and 32 pictures in it."""
+    """Copies and waits between a step's schedule and its sampling, for 1, 8 and 32 images in it."""
     rows = {}
     for name in SEEING:
         bench = Bench(own, CONFIGS[name], torch.bfloat16, max_tokens_per_step=8192, max_encode_patches=1 << 16)
@@ -262,7 +262,7 @@ def packed_of(part):
 
 
 class BlockingTransfer(MediaTransfer):
-    """A copy of each picture for itself, out of memory that the device cannot read, each waited for."""
+    """A copy of each image for itself, out of memory that the device cannot read, each waited for."""
 
     def __init__(self, rows, device, plain):
         super().__init__(rows, device)
@@ -287,8 +287,8 @@ class BlockingTransfer(MediaTransfer):
         return MediaBatch(torch.cat(there) if kept is None else torch.cat(there, out=kept), tuple(moved))
 
 
-def run_pictures(own, options):
-    """16 requests with a picture each, at once, on the 8B shape: one copy of a step's media, or each for itself."""
+def run_images(own, options):
+    """16 requests with an image each, at once, on the 8B shape: one copy of a step's media, or each for itself."""
     bench = large(own, options, max_tokens_per_step=8192, max_encode_patches=1 << 16, max_sequences=16)
     runner, rows = bench.core.runner.model_runner, {}
     plain = runner._media
@@ -326,7 +326,7 @@ def run_pictures(own, options):
 
 
 def run_drawing(own, options):
-    """Z-Image-Turbo: small pictures beside the CPU's, and seconds for one of 1024 x 1024 of the published shape."""
+    """Z-Image-Turbo: small images beside the CPU's, and seconds for one of 1024 x 1024 of the published shape."""
     from accelerator_drawing import make_pipeline
 
     folder, rows = options.configs / "Z-Image-Turbo", {}
@@ -397,7 +397,7 @@ SECTIONS = {
     "parity": (run_parity, 120),
     "counts": (run_counts, 100),
     "decode": (run_decode, 100),
-    "pictures": (run_pictures, 120),
+    "pictures": (run_images, 120),
     "drawing": (run_drawing, 80),
     "pipelines": (run_pipelines, 100),
 }

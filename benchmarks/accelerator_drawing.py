@@ -1,4 +1,4 @@
-"""Pictures of Z-Image's shape on a device, with random weights, for benchmarks/accelerator.py."""
+"""Images of Z-Image's shape on a device, with random weights, for benchmarks/accelerator.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RandomComponents:
     """What the pipeline asks of its folder, made up."""
 
     def __init__(self, own: Platform, folder: Path, dtype: torch.dtype, *, is_small: bool) -> None:
-        self.builders, self.group, self.loading_s = {}, SingleGroup(), 0.0
+        self.group, self.loading_s = SingleGroup(), 0.0
         self._own, self._dtype, self._is_small = own, dtype, is_small
         self._configs = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
         self._configs["text_encoder"] = SMALL_TEXT if is_small else QWEN3_4B
@@ -68,7 +68,7 @@ class RandomComponents:
         return SimpleNamespace(chat_template="text", special_tokens={}, added_tokens={})
 
     def load(self):
-        for name, build in self.builders.items():
+        for name, build in ZImage.BUILDERS.items():
             network = self._networks[name] = build(self._configs[name])
             fill(network, self._dtype, None if self._is_small else self._own.place.torch_device)
 

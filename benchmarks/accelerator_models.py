@@ -184,7 +184,7 @@ def build(config: dict):
 def make_prompt(
     config: dict, buffer: MediaBuffer, num_axes: int, num_words: int, grids: Sequence[tuple[int, int]], seed: int
 ) -> ModelInputs:
-    """Words, and a picture of so many rows and columns of patches each; of tiles for a model with cross-attention."""
+    """Words, and an image of so many rows and columns of patches each; of tiles for a model with cross-attention."""
     rng = np.random.default_rng(seed)
     is_cross = config["model_type"] == "mllama"
     merge = 1 if is_cross else config["vision_config"]["spatial_merge_size"] if grids else 1

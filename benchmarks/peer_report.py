@@ -1,4 +1,4 @@
-"""What peers.py and serve_peers.py measured, in numbers, as a table and as a picture."""
+"""What peers.py and serve_peers.py measured, in numbers, as a table and as an image."""
 
 import math
 import statistics

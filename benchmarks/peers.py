@@ -28,7 +28,7 @@ from tilewright.types import RequestError
 
 WORKERS = Path(__file__).parent / "peer_workers"
 DECODED = 64  # tokens of W1
-LARGE_SIDE = 1024  # of W3's picture, unless told otherwise
+LARGE_SIDE = 1024  # of W3's image, unless told otherwise
 # libgomp's threads spin for a few milliseconds after their last region, libiomp's for 200.
 SETTLE_S = 0.3
 MAX_IDLE_SHARE = 0.05  # of a processor, by all that should sleep
@@ -45,12 +45,12 @@ class Workload:
     run: Callable[[Call, int, bool], dict[str, float]]
     needs_vision: bool | None = None  # None: both kinds of model
     is_rate: bool = False  # more is better
-    has_large_picture: bool = False  # of the size that --side says
+    has_large_image: bool = False  # of the size that --side says
     is_usual: bool = True  # run if no works are named
 
     def with_side(self, side: int) -> Workload:
-        """The same with another size of a large picture."""
-        if not self.has_large_picture or side == LARGE_SIDE:
+        """The same with another size of a large image."""
+        if not self.has_large_image or side == LARGE_SIDE:
             return self
         title = self.title.replace(f"{LARGE_SIDE}x{LARGE_SIDE}", f"{side}x{side}")
         return replace(self, title=title, run=partial(self.run, side=side))
@@ -73,36 +73,36 @@ def _prefill(call: Call, seed: int, full: bool, prompt_tokens: int = 1024) -> di
     return {"figure": prompt_tokens / seconds, "prompt_tokens": prompt_tokens, "all_s": seconds}
 
 
-def _picture(call: Call, seed: int, full: bool, side: int = LARGE_SIDE) -> dict[str, float]:
+def _image(call: Call, seed: int, full: bool, side: int = LARGE_SIDE) -> dict[str, float]:
     sizes = {"width": side, "height": side}
-    answer = call(call="picture", count=1, prompt_tokens=16, new_tokens=1, seed=seed, **sizes)
+    answer = call(call="image", count=1, prompt_tokens=16, new_tokens=1, seed=seed, **sizes)
     return {"figure": answer["seconds"], "prompt_tokens": answer["prompt_tokens"]}
 
 
 def _second_question(call: Call, seed: int, full: bool, side: int = LARGE_SIDE) -> dict[str, float]:
-    """Another question about a picture that was asked about before."""
-    sizes = {"width": side, "height": side, "picture_seed": seed}
-    first = call(call="picture", count=1, prompt_tokens=16, new_tokens=1, seed=seed, **sizes)
-    answer = call(call="picture", count=1, prompt_tokens=16, new_tokens=1, seed=seed + 1, **sizes)
+    """Another question about an image that was asked about before."""
+    sizes = {"width": side, "height": side, "image_seed": seed}
+    first = call(call="image", count=1, prompt_tokens=16, new_tokens=1, seed=seed, **sizes)
+    answer = call(call="image", count=1, prompt_tokens=16, new_tokens=1, seed=seed + 1, **sizes)
     figures = {"figure": answer["seconds"], "prompt_tokens": answer["prompt_tokens"], "first_s": first["seconds"]}
     return {**figures, "share_of_first": answer["seconds"] / first["seconds"]}
 
 
-def _decode_beside_picture(call: Call, seed: int, full: bool, side: int = LARGE_SIDE) -> dict[str, float]:
-    """Tokens after the first one, whose time a worker must tell: a picture takes longer than they do."""
+def _decode_beside_image(call: Call, seed: int, full: bool, side: int = LARGE_SIDE) -> dict[str, float]:
+    """Tokens after the first one, whose time a worker must tell: an image takes longer than they do."""
     new_tokens = 1 + (DECODED if full else 4)
     sizes = {"width": side, "height": side}
-    answer = call(call="picture", count=1, prompt_tokens=16, new_tokens=new_tokens, seed=seed, **sizes)
+    answer = call(call="image", count=1, prompt_tokens=16, new_tokens=new_tokens, seed=seed, **sizes)
     if "first_token_s" not in answer:
         raise WorkerError("the worker does not tell when the first token came")
     first_s, all_s = answer["first_token_s"], answer["seconds"]
     return {"figure": (new_tokens - 1) / (all_s - first_s), "first_s": first_s, "all_s": all_s}
 
 
-def _eight_pictures(call: Call, seed: int, full: bool) -> dict[str, float]:
+def _eight_images(call: Call, seed: int, full: bool) -> dict[str, float]:
     sizes = {"width": 448, "height": 448}
     new_tokens = 32 if full else 2
-    answer = call(call="picture", count=8, prompt_tokens=64, new_tokens=new_tokens, seed=seed, **sizes)
+    answer = call(call="image", count=8, prompt_tokens=64, new_tokens=new_tokens, seed=seed, **sizes)
     return {"figure": answer["seconds"], "prompt_tokens": answer["prompt_tokens"]}
 
 
@@ -117,12 +117,12 @@ WORKLOADS = {
         Workload("W1", "decode, 128-token prompt, 64 new", "tokens/s", _decode, is_rate=True),
         Workload(
             "W1p",
-            "decode beside a 1024x1024 picture, 64 new",
+            "decode beside a 1024x1024 image, 64 new",
             "tokens/s",
-            _decode_beside_picture,
+            _decode_beside_image,
             needs_vision=True,
             is_rate=True,
-            has_large_picture=True,
+            has_large_image=True,
             is_usual=False,
         ),
         Workload("W2", "prefill of 1,024 tokens", "tokens/s", _prefill, is_rate=True),
@@ -136,22 +136,22 @@ WORKLOADS = {
         ),
         Workload(
             "W3",
-            "first token, 1024x1024 picture + 16 tokens",
+            "first token, 1024x1024 image + 16 tokens",
             "s",
-            _picture,
+            _image,
             needs_vision=True,
-            has_large_picture=True,
+            has_large_image=True,
         ),
         Workload(
             "W3q",
-            "another question about such a picture",
+            "another question about such an image",
             "s",
             _second_question,
             needs_vision=True,
-            has_large_picture=True,
+            has_large_image=True,
         ),
-        Workload("W4", "8 requests, 448x448 picture + 64 tokens, 32 new", "s", _eight_pictures, needs_vision=True),
-        Workload("W4c", "the same 8 requests again", "s", _eight_pictures, needs_vision=True),
+        Workload("W4", "8 requests, 448x448 image + 64 tokens, 32 new", "s", _eight_images, needs_vision=True),
+        Workload("W4c", "the same 8 requests again", "s", _eight_images, needs_vision=True),
         Workload("W4t", "8 requests, 128 tokens, 32 new", "s", _eight_texts, needs_vision=False),
     )
 }
@@ -251,7 +251,7 @@ examples:
         "--works", type=_works, metavar="W1,W2,...", help="default: all the model can do, but W1p and W2l"
     )
     parser.add_argument(
-        "--side", type=int, default=LARGE_SIDE, metavar="PIXELS", help=f"of the large picture (default {LARGE_SIDE})"
+        "--side", type=int, default=LARGE_SIDE, metavar="PIXELS", help=f"of the large image (default {LARGE_SIDE})"
     )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="runs of each workload by each (default 5)")
     parser.add_argument(

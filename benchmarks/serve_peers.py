@@ -4,7 +4,7 @@
 
 In every round each server is started anew, warmed up, asked and ended, one after the other in changing order, so that
 neither holds memory or threads while the other works; between them the machine is probed. Both get the same requests:
-eight chats at once, each with a picture of its own, so that no cache helps. They must count the same prompt tokens and
+eight chats at once, each with an image of its own, so that no cache helps. They must count the same prompt tokens and
 give all the tokens that were asked for, or the figures are not taken. Ratios are taken within a round.
 """
 
@@ -95,7 +95,7 @@ def vllm(options: argparse.Namespace) -> System:
     """vLLM's CPU build as it serves best on few cores.
 
     Eager: compiling Qwen3-VL was not done after 400 s. Threads on all CPUs: left to itself it keeps one of them for the
-    part that speaks HTTP. Its caches stay on, as by default. One picture per prompt, and no room held for more.
+    part that speaks HTTP. Its caches stay on, as by default. One image per prompt, and no room held for more.
     """
     command = [options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(options.model)]
     flags = {

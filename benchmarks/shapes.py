@@ -178,7 +178,7 @@ class Bench:
             torch.bfloat16,
             limits,
             num_pages,
-            num_cross_pages=self.pages_per_picture * (max_sequences + 1),
+            num_cross_pages=self.pages_per_image * (max_sequences + 1),
             num_state_slots=2 * max_sequences,  # half of them for those that run
             make_token_decoder=NoText,
             media_buffer=self.buffer,
@@ -189,7 +189,7 @@ class Bench:
         self.rng = np.random.default_rng(0)
 
     @property
-    def pages_per_picture(self) -> int:
+    def pages_per_image(self) -> int:
         return -(-self.model.cross_spec.max_states // PAGE_SIZE) if self.model.cross_spec else 0
 
     def inputs(self, num_tokens: int) -> ModelInputs:
@@ -243,7 +243,7 @@ class Bench:
         cache.put(medium.key, features.nbytes)
 
     def forget(self) -> None:
-        """Drops all that is kept of pictures."""
+        """Drops all that is kept of images."""
         self.core.resources.media.features.clear()
         self.core.resources.media.cross_cache.clear()
 
@@ -265,7 +265,7 @@ class Bench:
             self.core.abort(str(index))
 
 
-def picture(bench: Bench, side: int) -> Medium:
+def image(bench: Bench, side: int) -> Medium:
     vision = bench.model.vision.config
     patches = side // vision.patch_size
     pixels = torch.randn(patches**2, 3 * vision.patch_size**2).bfloat16()
@@ -274,7 +274,7 @@ def picture(bench: Bench, side: int) -> Medium:
     return bench.written(medium, pixels)
 
 
-def tiled_picture(bench: Bench) -> Medium:
+def tiled_image(bench: Bench) -> Medium:
     """As many tiles as there may be, in a square, which text attends to from the first token on."""
     vision = bench.model.vision.config
     side = vision.tile_size // vision.patch_size
@@ -296,16 +296,16 @@ def tiled_picture(bench: Bench) -> Medium:
 
 
 def measure_tiled(bench: Bench, batches: list[int], costs: Costs) -> dict[str, float]:
-    """Of a model with cross-attention: a picture, another question about it, and decoding while it is looked at."""
-    medium = tiled_picture(bench)
-    row = {"picture, 4 tiles: encoder s": bench.encode(medium)}
-    row["picture, 4 tiles: first token s"] = bench.prefill(24, (medium,))
-    row["picture, 4 tiles: another question s"] = bench.prefill(24, (medium,))
+    """Of a model with cross-attention: an image, another question about it, and decoding while it is looked at."""
+    medium = tiled_image(bench)
+    row = {"image, 4 tiles: encoder s": bench.encode(medium)}
+    row["image, 4 tiles: first token s"] = bench.prefill(24, (medium,))
+    row["image, 4 tiles: another question s"] = bench.prefill(24, (medium,))
     for batch in batches:
         seconds = bench.decode(batch, 128, 12, medium)
-        row[f"decode {batch}, each with a picture: tokens/s"] = batch / seconds
+        row[f"decode {batch}, each with an image: tokens/s"] = batch / seconds
         if batch == 1:
-            row["decode 1, with a picture: GB/s"] = costs.decode_bytes(134, medium.num_states) / seconds / 1e9
+            row["decode 1, with an image: GB/s"] = costs.decode_bytes(134, medium.num_states) / seconds / 1e9
     bench.forget()
     return row
 
@@ -340,9 +340,9 @@ def measure(model: Any, batches: list[int], rounds: int, ranks: EngineRanks | No
         if model.cross_spec:
             row |= measure_tiled(bench, batches, costs)
         elif vision:
-            medium = picture(bench, 1024)
-            row["picture 1024x1024: encoder s"] = bench.encode(medium)
-            row["picture 1024x1024: first token s"] = bench.prefill(medium.num_features + 24, (medium,))
+            medium = image(bench, 1024)
+            row["image 1024x1024: encoder s"] = bench.encode(medium)
+            row["image 1024x1024: first token s"] = bench.prefill(medium.num_features + 24, (medium,))
             bench.forget()
         if number:  # the first round records plans and warms up
             for name, value in row.items():

@@ -41,7 +41,7 @@ MAX_DIFFERENCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}  # of the largest o
 def main() -> None:
     parser = argparse.ArgumentParser(description="Decode latents beside diffusers, in turns.")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--size", type=int, default=512, help="rows and columns of the picture")
+    parser.add_argument("--size", type=int, default=512, help="rows and columns of the image")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="where our time goes, without diffusers")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What tests of kernels, models and pictures share: ISA levels, both dtypes, one thread, a gate."""
+"""What tests of kernels, models and images share: ISA levels, both dtypes, one thread, a gate."""
 
 import hypothesis
 import pytest
@@ -81,8 +81,8 @@ def one_thread():
 
 @pytest.fixture
 def gate(tmp_path):
-    """What steps of FakePictures wait for."""
-    from fake_pictures import Gate  # imports the server, which most tests have nothing to do with
+    """What steps of FakeDiffusion wait for."""
+    from fake_diffusion import Gate  # imports the server, which most tests have nothing to do with
 
     gate = Gate(tmp_path)
     yield gate

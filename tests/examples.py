@@ -46,7 +46,7 @@ def parse(line: str) -> argparse.Namespace:
 
 
 def inputs_of(options: argparse.Namespace) -> set[str]:
-    """Return the pictures, videos and sounds that a command reads."""
+    """Return the images, videos and sounds that a command reads."""
     given = [getattr(options, name, None) or [] for name in _INPUTS]
     return {file for files in given for file in ([files] if isinstance(files, str) else files)}
 

@@ -157,7 +157,7 @@ def test_failures_in_a_file_of_their_own(text_model, source, output, tmp_path):
     assert (output.read_bytes(), errors.read_bytes()) == before
 
 
-def test_pictures_by_path_and_retry_failed(vision_model, tmp_path, output):
+def test_images_by_path_and_retry_failed(vision_model, tmp_path, output):
     (tmp_path / "pictures").mkdir()
     here, later = tmp_path / "pictures" / "one 1.png", tmp_path / "pictures" / "two.png"
     Image.effect_noise((32, 24), 90).convert("RGB").save(here)
@@ -188,10 +188,10 @@ def test_pictures_by_path_and_retry_failed(vision_model, tmp_path, output):
 
 def test_features_are_taken_where_they_are_allowed(vision_model, tmp_path, output):
     text = {"type": "text", "text": "What is it?"}
-    picture = {"type": "image", "image": Image.effect_noise((32, 24), 90).convert("RGB")}
+    image = {"type": "image", "image": Image.effect_noise((32, 24), 90).convert("RGB")}
     with Engine(vision_model, pack_cache=False, max_context=256) as engine:
-        part = engine.features(picture)
-        answer = engine.chat([{"role": "user", "content": [picture, text]}], max_tokens=8, temperature=0.0)
+        part = engine.features(image)
+        answer = engine.chat([{"role": "user", "content": [image, text]}], max_tokens=8, temperature=0.0)
     source = write(tmp_path / "in.jsonl", [chat("one", [as_json(part), text])])
     assert run(source, output, vision_model) == 1
     refused = "image 1: image_features are accepted with --allow-precomputed only"

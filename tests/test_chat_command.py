@@ -185,7 +185,7 @@ def test_a_conversation_has_history(conversation, engine, capsys):
     assert capsys.readouterr().out == f"{first}\n{second}\n"
 
 
-def test_pictures_go_with_the_next_message(conversation, engine, photo, capsys):
+def test_images_go_with_the_next_message(conversation, engine, photo, capsys):
     assert converse(conversation, said([f"/image '{photo}'", "What?", "And?"])) == 0
     parts = [{"type": "image", "image": photo}, {"type": "text", "text": "What?"}]
     assert conversation.turns[0]["content"] == parts

@@ -52,12 +52,12 @@ def shown_on(terminal, monkeypatch, **variables):
     return terminal.getvalue()
 
 
-def answered(engine, picture, question):
-    parts = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
+def answered(engine, image, question):
+    parts = [{"type": "image", "image": image}, {"type": "text", "text": question}]
     return engine.chat([{"role": "user", "content": parts}], max_tokens=6, temperature=0.0).text
 
 
-def test_three_questions_about_the_bundled_picture(engine, tmp_path, monkeypatch, capsys):
+def test_three_questions_about_the_bundled_image(engine, tmp_path, monkeypatch, capsys):
     for other in ("tiny_draw", "tiny_omni"):
         monkeypatch.setitem(embedded._folders(), other, tmp_path)  # as in a package without it
     assert cli.main(["demo", *FLAGS]) == 0
@@ -77,7 +77,7 @@ def test_three_questions_about_the_bundled_picture(engine, tmp_path, monkeypatch
     assert captured.err.count("\n") == 1 and "Another: -m" in captured.err
 
 
-def test_then_a_picture_is_made_and_looked_at_and_a_spoken_question_answered(engine, capsys, tmp_path, monkeypatch):
+def test_then_an_image_is_made_and_looked_at_and_a_spoken_question_answered(engine, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the spoken answer goes
     assert cli.main(["demo", *FLAGS]) == 0
     made, asked, sound, heard, told = capsys.readouterr().out.split("\n\n")[4:]
@@ -87,8 +87,8 @@ def test_then_a_picture_is_made_and_looked_at_and_a_spoken_question_answered(eng
     assert demo.SPOKEN_FILE.stat().st_size > 40_000 and str(demo.SPOKEN_FILE) in told
     assert made.startswith(f'tilewright image "{demo.DRAWN}"\n{embedded.DRAWING_NAME} 256x256, ')
     with Diffusion() as diffusion:
-        [picture] = diffusion.generate(demo.DRAWN, seed=demo.SEED).images
-    assert asked.startswith(f"{demo.QUESTION_OF_DRAWN}\n{answered(engine, picture, demo.QUESTION_OF_DRAWN)}\n")
+        [image] = diffusion.generate(demo.DRAWN, seed=demo.SEED).images
+    assert asked.startswith(f"{demo.QUESTION_OF_DRAWN}\n{answered(engine, image, demo.QUESTION_OF_DRAWN)}\n")
 
 
 class Speaker:
@@ -132,19 +132,19 @@ def test_a_model_with_a_voice_speaks_the_last_answer(tmp_path, monkeypatch, caps
         demo._listen(6, demo.Style(False))
 
 
-def test_another_model_picture_and_question(engine, model, tmp_path, capsys):
-    picture = tmp_path / "mine.png"
-    Image.effect_noise((32, 24), 90).save(picture)
-    assert cli.main(["demo", "What is it?", "-m", str(model), "--image", str(picture), *FLAGS]) == 0
+def test_another_model_image_and_question(engine, model, tmp_path, capsys):
+    image = tmp_path / "mine.png"
+    Image.effect_noise((32, 24), 90).save(image)
+    assert cli.main(["demo", "What is it?", "-m", str(model), "--image", str(image), *FLAGS]) == 0
     captured = capsys.readouterr()
-    assert f"{picture} 32x24\n\nWhat is it?\n{answered(engine, picture, 'What is it?')}\n6 tokens" in captured.out
+    assert f"{image} 32x24\n\nWhat is it?\n{answered(engine, image, 'What is it?')}\n6 tokens" in captured.out
     assert not captured.err
 
 
 def test_colours_where_a_terminal_shows_them(monkeypatch):
     shown = shown_on(Terminal(), monkeypatch)
     assert f"{demo.BOLD}Well?{demo.RESET}\n" in shown
-    assert shown.count("▀") == 36 * 36 // 2, "a square picture"
+    assert shown.count("▀") == 36 * 36 // 2, "a square image"
 
 
 def test_no_color(monkeypatch):
@@ -158,12 +158,12 @@ def test_a_terminal_without_blocks_gets_no_preview(monkeypatch):
     assert "▀" not in shown and demo.BOLD in shown
 
 
-def test_the_preview_has_the_pictures_colours(monkeypatch):
+def test_the_preview_has_the_images_colours(monkeypatch):
     monkeypatch.setattr(demo, "PREVIEW_SIZE", (2, 2))
-    picture = Image.new("RGB", (2, 2))
+    image = Image.new("RGB", (2, 2))
     for place, colour in {(0, 0): (255, 0, 0), (1, 0): (0, 250, 5), (0, 1): (0, 0, 255), (1, 1): (255,) * 3}.items():
-        picture.putpixel(place, colour)
-    assert demo.preview(picture) == "\033[38;5;196;48;5;21m▀\033[38;5;46;48;5;231m▀\033[0m"
+        image.putpixel(place, colour)
+    assert demo.preview(image) == "\033[38;5;196;48;5;21m▀\033[38;5;46;48;5;231m▀\033[0m"
 
 
 @pytest.mark.parametrize(("size", "shown"), [((400, 100), (36, 4)), ((10, 4000), (1, 18)), ((4000, 1), (36, 1))])

@@ -222,9 +222,9 @@ def test_what_wheels_and_sdists_carry(name, tmp_path):
     assert {Path("src", file) for file in expected} <= packed
 
 
-def test_the_demo_picture_is_a_picture():
-    with Image.open(embedded.demo_file("demo.png")) as picture:
-        assert picture.size == (512, 512) and picture.mode == "RGB"
+def test_the_demo_image_is_an_image():
+    with Image.open(embedded.demo_file("demo.png")) as image:
+        assert image.size == (512, 512) and image.mode == "RGB"
 
 
 def test_a_process_that_names_none(stand_in, tmp_path):

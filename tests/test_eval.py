@@ -44,7 +44,7 @@ def run(capsys):
     return run_command
 
 
-def picture_set(folder, answer="yes"):
+def image_set(folder, answer="yes"):
     for name in ("a.png", "b.png"):
         Image.new("RGB", (32, 32), "red").save(folder / name)
     lines = [
@@ -135,12 +135,12 @@ def test_divergence_is_that_of_whole_distributions(text_model):
     assert score.num_same == int((p.argmax(-1) == q.argmax(-1)).sum()) and score.num_compared == 40
 
 
-def test_answers_about_pictures_are_counted(run, vision_model, tmp_path):
+def test_answers_about_images_are_counted(run, vision_model, tmp_path):
     with Engine(vision_model, pack_cache=False, max_context=512, kv_memory="64MB") as engine:
-        picture_set(tmp_path)
+        image_set(tmp_path)
         first = material.read_questions(tmp_path)[0]
         answer = engine.chat(first.messages, temperature=0.0, max_tokens=4).text
-    picture_set(tmp_path, answer=answer.upper() + " .")
+    image_set(tmp_path, answer=answer.upper() + " .")
     out = tmp_path / "eval.json"
     more = ("--max-answer-tokens", "4", "--speed-rounds", "0", "--json", str(out))
     status, table, _ = run("-m", vision_model, "--pictures", str(tmp_path), *more)
@@ -185,11 +185,11 @@ def test_a_set_that_cannot_be_asked(line, message, tmp_path):
         (("--text", "{text}", "--window", "600"), "--window is 600, expected at most 511"),
         (("--text", "{text}", "--quantize", "int3"), "quantize is 'int3'"),
         (("--text", "{text}", "--quantize", "none/int3"), "kv_cache_dtype is 'int3'"),
-        (("--pictures", "{set}"), "accepts no pictures"),
+        (("--pictures", "{set}"), "accepts no images"),
     ],
 )
 def test_what_cannot_be_measured_is_told(arguments, message, run, text_model, text_file, tmp_path):
-    folder = picture_set(tmp_path)
+    folder = image_set(tmp_path)
     filled = [argument.format(text=text_file, set=folder) for argument in arguments]
     status, _, errors = run("-m", text_model, "--speed-rounds", "0", *filled)
     assert status == 2 and message in errors

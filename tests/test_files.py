@@ -220,7 +220,7 @@ def test_batch_output_of_endless_zeros(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("make", ALL)
-def test_times_of_pictures(tmp_path, make):
+def test_times_of_images(tmp_path, make):
     put(make, tmp_path / FILE)
     assert PastTimes(tmp_path, "m")._runs == []
 

@@ -37,10 +37,10 @@ def test_messages(message):
 
 def test_blobs_are_written_as_they_are():
     """Raw behind the JSON, and not a copy of them: a video has tens of megabytes."""
-    picture, sound = b"\x00\xff" * 500, b"RIFF"
-    head, *blobs = encode({"messages": [{"image": picture}, {"audio": sound}]})
-    assert blobs[0] is picture and blobs[1] is sound
-    assert picture not in head and len(head) < 200
+    image, sound = b"\x00\xff" * 500, b"RIFF"
+    head, *blobs = encode({"messages": [{"image": image}, {"audio": sound}]})
+    assert blobs[0] is image and blobs[1] is sound
+    assert image not in head and len(head) < 200
 
 
 @pytest.fixture

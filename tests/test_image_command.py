@@ -20,7 +20,7 @@ def model(tmp_path_factory):
     return str(folder)
 
 
-def test_a_picture_that_carries_its_settings(model, tmp_path, capsys):
+def test_an_image_that_carries_its_settings(model, tmp_path, capsys):
     path = tmp_path / "cat.png"
     assert cli.main(["image", "a cat", "-m", model, "-o", str(path), "--seed", "7", *FLAGS]) == 0
     said = capsys.readouterr()
@@ -31,15 +31,15 @@ def test_a_picture_that_carries_its_settings(model, tmp_path, capsys):
         and "a step takes" in said.err
         and "decoding" in said.err
     )
-    picture = Image.open(path)
-    settings = json.loads(picture.info["parameters"])
+    image = Image.open(path)
+    settings = json.loads(image.info["parameters"])
     assert settings.pop("model") == "tiny-z" and settings["seed"] == 7
     with Diffusion(model, pack_cache=False) as diffusion:
         again = diffusion.generate(**settings).images[0]
-    assert np.array_equal(np.asarray(picture), np.asarray(again))
+    assert np.array_equal(np.asarray(image), np.asarray(again))
 
 
-def test_several_pictures_have_numbers(model, tmp_path, capsys):
+def test_several_images_have_numbers(model, tmp_path, capsys):
     path = tmp_path / "cat.webp"
     arguments = ["image", "a cat", "-m", model, "-o", str(path), "-n", "2", "--seed", "4", "-q", *FLAGS]
     assert cli.main(arguments) == 0

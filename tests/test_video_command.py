@@ -36,18 +36,18 @@ def test_an_mp4_that_carries_its_settings(model, tmp_path, capsys):
     assert (settings["prompt"], settings["seed"], settings["num_frames"], settings["fps"]) == ("a cat", 7, 5, 16.0)
 
 
-def test_seconds_and_an_animated_picture(model, tmp_path, capsys):
+def test_seconds_and_an_animated_image(model, tmp_path, capsys):
     path = tmp_path / "cat.webp"
     arguments = ["--seconds", "1", "--fps", "8", "-q", *FLAGS]
     assert cli.main(["video", "a cat", "-m", model, "-o", str(path), *arguments]) == 0
     said = capsys.readouterr()
     assert said.out == f"{path}\n"
     assert said.err == ""
-    with Image.open(path) as picture:
-        assert picture.n_frames == 9
-        picture.seek(1)
-        picture.load()
-        assert picture.info["duration"] == 125
+    with Image.open(path) as image:
+        assert image.n_frames == 9
+        image.seek(1)
+        image.load()
+        assert image.info["duration"] == 125
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,10 @@ def test_errors_are_one_line(model, tmp_path, monkeypatch, capsys, arguments, me
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_of_pictures_is_told_apart(tmp_path, capsys):
+def test_a_model_of_images_is_told_apart(tmp_path, capsys):
     z_image_pipeline(tmp_path / "tiny-z")
     assert cli.main(["video", "a cat", "-m", str(tmp_path / "tiny-z")]) == 2
-    assert "tiny-z makes pictures, not videos: tilewright image" in capsys.readouterr().err
+    assert "tiny-z makes images, not videos: tilewright image" in capsys.readouterr().err
 
 
 def test_a_model_must_be_named(capsys):

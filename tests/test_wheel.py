@@ -132,9 +132,9 @@ def test_only_what_it_names_can_be_imported(run):
 
 def test_the_demo_answers(run):
     head, *blocks = run("tilewright", "demo").split("\n\n")
-    *about_picture, made, about_made, sound, heard, answered = [block.splitlines()[:2] for block in blocks]
-    assert "ready in" in head and tuple(question for question, _ in about_picture) == demo.QUESTIONS
-    description, count, text = (answer for _, answer in about_picture)
+    *about_image, made, about_made, sound, heard, answered = [block.splitlines()[:2] for block in blocks]
+    assert "ready in" in head and tuple(question for question, _ in about_image) == demo.QUESTIONS
+    description, count, text = (answer for _, answer in about_image)
     assert "red circle" in description and "yellow star" in description
     assert "5 shapes" in count and "HELLO" in text
     assert demo.DRAWN in made[0] and "red circle" in about_made[1] and "blue square" in about_made[1]

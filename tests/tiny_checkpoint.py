@@ -108,7 +108,7 @@ def write_experts_model(folder: Path) -> Path:
 
 
 def write_vision_model(folder: Path) -> Path:
-    """A Qwen3-VL for pictures of 16x16 to 64x64 pixels, in patches of 4."""
+    """A Qwen3-VL for images of 16x16 to 64x64 pixels, in patches of 4."""
     torch.manual_seed(0)
     ids = {token: FIRST_SPECIAL + i for i, token in enumerate(SPECIAL)}
     config = transformers.Qwen3VLConfig(
@@ -127,7 +127,7 @@ def write_vision_model(folder: Path) -> Path:
 
 
 def write_hybrid_model(folder: Path) -> Path:
-    """A Qwen3.5 with its own chat template: recurrent layers, thoughts, tools, pictures of 16x16 to 64x64 and video."""
+    """A Qwen3.5 with its own chat template: recurrent layers, thoughts, tools, images of 16x16 to 64x64 and video."""
     special = QWEN_SPECIAL + SPECIAL[1:]
     ids = {f"{name}_token_id": FIRST_SPECIAL + special.index(f"<|{name}|>") for name in ("vision_start", "vision_end")}
     ids |= {f"{name}_token_id": FIRST_SPECIAL + special.index(f"<|{name}_pad|>") for name in ("image", "video")}
@@ -166,7 +166,7 @@ def write_patch_settings(folder: Path, **more: int) -> None:
 
 
 def write_cross_model(folder: Path) -> Path:
-    """A Llama-3.2-Vision for pictures of up to four tiles of 16x16 pixels, in patches of 4."""
+    """A Llama-3.2-Vision for images of up to four tiles of 16x16 pixels, in patches of 4."""
     torch.manual_seed(0)
     image_token_id = FIRST_SPECIAL + LLAMA_SPECIAL.index("<|image|>")  # the first that the head has no row for
     config = transformers.MllamaConfig(

@@ -66,7 +66,7 @@ def _without_stacks(name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, config) -> None:
-    """A token for every byte, or for some of them where there is no room; those of pictures as the config has them."""
+    """A token for every byte, or for some of them where there is no room; those of images as the config has them."""
     from tokenizers import pre_tokenizers
 
     tokens = [f"[PAD{i}]" for i in range(config.text_config.vocab_size)]

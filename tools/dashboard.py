@@ -242,7 +242,7 @@ PANELS: list[Row | Graph | Stat] = [
     Graph(
         "Share of the machine's limits",
         "What the engine's steps reach of the read bandwidth (decoding is bound by it) and of the GEMM peak "
-        "(long prompts and pictures are).",
+        "(long prompts and images are).",
         12,
         {"bandwidth {{instance}}": "@bandwidth_ratio", "GEMM {{instance}}": "@gemm_ratio"},
         unit="percentunit",
@@ -305,7 +305,7 @@ PANELS: list[Row | Graph | Stat] = [
         unit="percentunit",
     ),
     Graph(
-        "Pictures and videos whose features were kept",
+        "Images and videos whose features were kept",
         "Since the engine started.",
         8,
         {"{{instance}}": "@feature_cache_hit_ratio", "{{instance}}, encoder states": "@cross_attention_hit_ratio"},
@@ -334,24 +334,24 @@ PANELS: list[Row | Graph | Stat] = [
         {"{{instance}}": "rate(@accepted_draft_tokens_total[rate]) / rate(@draft_tokens_total[rate])"},
         unit="percentunit",
     ),
-    Graph("Features kept", "Of pictures and videos.", 5, {"{{instance}}": "@feature_cache_bytes"}, unit="bytes"),
+    Graph("Features kept", "Of images and videos.", 5, {"{{instance}}": "@feature_cache_bytes"}, unit="bytes"),
     Graph(
         "States kept", "Of recurrent layers, at ends of pages.", 4, {"{{instance}}": "@state_snapshots"}, unit="short"
     ),
-    Row("Pictures"),
+    Row("Images"),
     Graph(
-        "Pictures made",
+        "Images made",
         "Per minute, and what was cancelled.",
         6,
         {
-            "pictures {{instance}}": "60 * rate(@pictures_total[rate])",
+            "images {{instance}}": "60 * rate(@pictures_total[rate])",
             "videos {{instance}}": "60 * rate(@videos_total[rate])",
             "cancelled {{instance}}": "60 * rate(@pictures_cancelled_total[rate])",
         },
     ),
     Graph(
         "Seconds per step",
-        "Of pictures and videos.",
+        "Of images and videos.",
         6,
         {"{{instance}}": "rate(@picture_step_seconds_sum[rate]) / rate(@picture_step_seconds_count[rate])"},
         unit="s",
@@ -364,13 +364,13 @@ PANELS: list[Row | Graph | Stat] = [
         unit="s",
     ),
     Graph(
-        "Queue of pictures",
+        "Queue of images",
         "",
         4,
         {"waiting {{instance}}": "@pictures_waiting", "being made {{instance}}": "@pictures_running"},
     ),
     Graph(
-        "Picture worker",
+        "Diffusion worker",
         "1 while its process runs, and how often it was restarted.",
         2,
         {

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from worker import Checkpoint, System, serve, take_stdout
 
-# No speculation unless asked for: the others do not either. Room for eight pictures at once, and for the next eight.
+# No speculation unless asked for: the others do not either. Room for eight images at once, and for the next eight.
 OPTIONS = {"dtype": "bfloat16", "speculate": 0, "max_context": 4096, "max_sequences": 8}
 
 
@@ -36,11 +36,11 @@ class Tilewright(System):
         dtype = str(loaded.dtype).removeprefix("torch.")
         return {"dtype": dtype, "costs": asdict(costs), "machine": machine.as_dict(machine.describe())}
 
-    def generate(self, prompts: list, pictures: list | None, new_tokens: int) -> int:
+    def generate(self, prompts: list, images: list | None, new_tokens: int) -> int:
         media = {}
-        if pictures:
-            prompts = [self.checkpoint.around_picture(1, prompt) for prompt in prompts]
-            media["images"] = [[picture] for picture in pictures]
+        if images:
+            prompts = [self.checkpoint.around_image(1, prompt) for prompt in prompts]
+            media["images"] = [[image] for image in images]
         answers = self.engine.generate(
             prompt_token_ids=prompts, max_tokens=new_tokens, temperature=0.0, ignore_eos=True, **media
         )

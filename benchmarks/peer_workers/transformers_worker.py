@@ -50,15 +50,15 @@ class Transformers(System):
     def details(self) -> dict[str, object]:
         return {"dtype": str(self.dtype).removeprefix("torch.")}
 
-    def generate(self, prompts: list, pictures: list | None, new_tokens: int) -> int:
+    def generate(self, prompts: list, images: list | None, new_tokens: int) -> int:
         import torch
 
         begin, self.first_token_s = perf_counter(), None
         media = {}
-        if pictures and self.is_cross:
-            prompts, media = self._to_look_at(prompts, pictures)
-        elif pictures:
-            prompts, media = self._in_place(prompts, pictures)
+        if images and self.is_cross:
+            prompts, media = self._to_look_at(prompts, images)
+        elif images:
+            prompts, media = self._in_place(prompts, images)
         input_ids = torch.tensor(prompts)
         with torch.inference_mode():
             out = self.model.generate(
@@ -81,26 +81,26 @@ class Transformers(System):
             self.first_token_s = perf_counter() - begin
         return torch.zeros(len(ids), dtype=torch.bool)
 
-    def _in_place(self, prompts: list, pictures: list) -> tuple[list, dict]:
-        """Prompts with pictures in the place of tokens, as Qwen3-VL has them."""
+    def _in_place(self, prompts: list, images: list) -> tuple[list, dict]:
+        """Prompts with images in the place of tokens, as Qwen3-VL has them."""
         import torch
 
         config = self.checkpoint.config
-        made = self.image_processor(images=pictures, return_tensors="pt")
+        made = self.image_processor(images=images, return_tensors="pt")
         merged = config["vision_config"]["spatial_merge_size"] ** 2
         counts = [int(grid.prod()) // merged for grid in made["image_grid_thw"]]
-        prompts = [self.checkpoint.around_picture(n, prompt) for n, prompt in zip(counts, prompts, strict=True)]
+        prompts = [self.checkpoint.around_image(n, prompt) for n, prompt in zip(counts, prompts, strict=True)]
         media = {"pixel_values": made["pixel_values"].to(self.dtype), "image_grid_thw": made["image_grid_thw"]}
         media["mm_token_type_ids"] = (torch.tensor(prompts) == config["image_token_id"]).int()
         return prompts, media
 
-    def _to_look_at(self, prompts: list, pictures: list) -> tuple[list, dict]:
-        """Prompts with a picture each that all their tokens attend to, as Llama-3.2-Vision has them."""
-        prompts = [self.checkpoint.around_picture(1, prompt) for prompt in prompts]
-        made = dict(self.image_processor(images=[[picture] for picture in pictures], return_tensors="pt"))
+    def _to_look_at(self, prompts: list, images: list) -> tuple[list, dict]:
+        """Prompts with an image each that all their tokens attend to, as Llama-3.2-Vision has them."""
+        prompts = [self.checkpoint.around_image(1, prompt) for prompt in prompts]
+        made = dict(self.image_processor(images=[[image] for image in images], return_tensors="pt"))
         made.pop("num_tiles")
         made["pixel_values"] = made["pixel_values"].to(self.dtype)
-        seen = made["aspect_ratio_mask"][:, None]  # [B, 1, pictures, tiles]
+        seen = made["aspect_ratio_mask"][:, None]  # [B, 1, images, tiles]
         made["cross_attention_mask"] = seen.expand(-1, len(prompts[0]), -1, -1).contiguous()
         return prompts, made
 

@@ -47,17 +47,17 @@ class Vllm(System):
     def details(self) -> dict[str, object]:
         return {"dtype": DTYPE}
 
-    def generate(self, prompts: list, pictures: list | None, new_tokens: int) -> int:
+    def generate(self, prompts: list, images: list | None, new_tokens: int) -> int:
         from vllm import SamplingParams
 
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        if pictures:
+        if images:
             requests = [
                 {
-                    "prompt_token_ids": self.checkpoint.around_picture(1, prompt),
-                    "multi_modal_data": {"image": picture},
+                    "prompt_token_ids": self.checkpoint.around_image(1, prompt),
+                    "multi_modal_data": {"image": image},
                 }
-                for prompt, picture in zip(prompts, pictures, strict=True)
+                for prompt, image in zip(prompts, images, strict=True)
             ]
         sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
         answers = self.llm.generate(requests, sampling, use_tqdm=False)

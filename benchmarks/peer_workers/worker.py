@@ -1,12 +1,12 @@
 """One system under test, as a process that loads a checkpoint once and then obeys lines of JSON.
 
 In:  {"call": "text", "count": 1, "prompt_tokens": 128, "new_tokens": 65, "seed": 7}
-     {"call": "picture", ..., "width": 448, "height": 448}: `prompt_tokens` are those beside each picture, which
-     `picture_seed` may make another call's
+     {"call": "image", ..., "width": 448, "height": 448}: `prompt_tokens` are those beside each image, which
+     `image_seed` may make another call's
      {"call": "probe"}: how fast the machine is, of a worker that can tell
 Out: {"ready": {...}} once, then {"seconds": ..., ...}, or {"error": ...}, for every line; "first_token_s" of the first
      request, from a system that tells it.
-The same seed makes the same prompts and pictures in every system. Making them is not timed; preprocessing them is.
+The same seed makes the same prompts and images in every system. Making them is not timed; preprocessing them is.
 Imported by the environments of all systems: needs numpy and Pillow, nothing else.
 """
 
@@ -37,15 +37,15 @@ class Checkpoint:
     def token_ids(self, count: int, seed: int) -> list[int]:
         return np.random.default_rng([seed, 1]).integers(*self.id_range, count).tolist()
 
-    def around_picture(self, num_placeholders: int, token_ids: list[int]) -> list[int]:
-        """A prompt of a picture and then text; one placeholder where tokens attend to pictures from outside."""
+    def around_image(self, num_placeholders: int, token_ids: list[int]) -> list[int]:
+        """A prompt of an image and then text; one placeholder where tokens attend to images from outside."""
         if "vision_start_token_id" not in self.config:
             return [self.config["image_token_index"], *token_ids]
-        start, picture, end = (self.config[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end"))
-        return [start, *[picture] * num_placeholders, end, *token_ids]
+        start, image, end = (self.config[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end"))
+        return [start, *[image] * num_placeholders, end, *token_ids]
 
 
-def picture(width: int, height: int, seed: int) -> Image.Image:
+def image(width: int, height: int, seed: int) -> Image.Image:
     """Soft waves, discs with edges, and noise: as hard to resize and as easy to tell apart as a photograph."""
     random = np.random.default_rng([seed, 2])
     y, x = np.mgrid[0:height, 0:width].astype(np.float32) / max(width, height)
@@ -69,7 +69,7 @@ class System:
     def versions(self) -> dict[str, str]:
         raise NotImplementedError
 
-    def generate(self, prompts: list[list[int]], pictures: list[Image.Image] | None, new_tokens: int) -> int:
+    def generate(self, prompts: list[list[int]], images: list[Image.Image] | None, new_tokens: int) -> int:
         raise NotImplementedError
 
     def details(self) -> dict[str, object]:
@@ -115,11 +115,11 @@ def _obey(system: System, checkpoint: Checkpoint, command: dict) -> dict[str, ob
         return system.probe()
     count, num_tokens, seed = command["count"], command["prompt_tokens"], command["seed"]
     prompts = [checkpoint.token_ids(num_tokens, 100 * seed + i) for i in range(count)]
-    pictures = None
-    if command["call"] == "picture":
-        picture_seed = command.get("picture_seed", seed)
-        pictures = [picture(command["width"], command["height"], 100 * picture_seed + i) for i in range(count)]
+    images = None
+    if command["call"] == "image":
+        image_seed = command.get("image_seed", seed)
+        images = [image(command["width"], command["height"], 100 * image_seed + i) for i in range(count)]
     begin = perf_counter()
-    num_prompt_tokens = system.generate(prompts, pictures, command["new_tokens"])
+    num_prompt_tokens = system.generate(prompts, images, command["new_tokens"])
     answer = {"seconds": perf_counter() - begin, "prompt_tokens": num_prompt_tokens}
     return answer if system.first_token_s is None else {**answer, "first_token_s": system.first_token_s}

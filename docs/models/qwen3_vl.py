@@ -1,11 +1,11 @@
-"""Qwen3-VL in plain torch: one picture and a question in, an answer out.
+"""Qwen3-VL in plain torch: one image and a question in, an answer out.
 
-    python docs/models/qwen3_vl.py CHECKPOINT PICTURE "What is on it?"
+    python docs/models/qwen3_vl.py CHECKPOINT IMAGE "What is on it?"
 
 This is the model as docs/models/qwen3_vl.md specifies it, written to be read: no cache, no batch, no kernel of ours.
 Every token recomputes the whole sequence in fp32. A test holds the engine to its log-probabilities.
 
-Shape suffixes: N patches of the picture, M merged patches (tokens of the picture), T tokens of the prompt, D model
+Shape suffixes: N patches of the image, M merged patches (tokens of the image), T tokens of the prompt, D model
 width, H heads, K head width, V vocabulary. A weight `w` of a linear is [outputs, inputs].
 """
 
@@ -66,11 +66,11 @@ class Checkpoint:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * self.weights[f"{name}.weight"]
 
 
-# The picture: pixels to patches.
+# The image: pixels to patches.
 
 
 def fitted_size(height: int, width: int, preprocessing: dict[str, Any]) -> tuple[int, int]:
-    """Return the size a picture is resized to: multiples of a merged patch, within the budget of pixels."""
+    """Return the size an image is resized to: multiples of a merged patch, within the budget of pixels."""
     factor = preprocessing["patch_size"] * preprocessing["merge_size"]
     least, most = preprocessing["size"]["shortest_edge"], preprocessing["size"]["longest_edge"]  # pixels, not edges
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
@@ -92,19 +92,19 @@ def in_merge_order(x: Tensor, merge: int) -> Tensor:
 
 
 def read_patches(file: str | Path, preprocessing: dict[str, Any]) -> tuple[Tensor, int, int]:
-    """Return the patches [N, C * frames * side * side] of a picture, and how many rows and columns there are."""
+    """Return the patches [N, C * frames * side * side] of an image, and how many rows and columns there are."""
     pixels = torch.from_numpy(np.asarray(Image.open(file).convert("RGB")).copy()).permute(2, 0, 1)  # [C, height, width]
     size = fitted_size(*pixels.shape[1:], preprocessing)
     if tuple(pixels.shape[1:]) != size:
         resized = interpolate(pixels[None].float(), size, mode="bicubic", antialias=True)[0]
-        pixels = resized.round().clamp(0, 255)  # the pictures of the training were 8-bit after resizing
+        pixels = resized.round().clamp(0, 255)  # the images of the training were 8-bit after resizing
     mean = torch.tensor(preprocessing["image_mean"])[:, None, None]
     std = torch.tensor(preprocessing["image_std"])[:, None, None]
     normalized = (pixels.float() / 255 - mean) / std
     side, frames = preprocessing["patch_size"], preprocessing["temporal_patch_size"]
     rows, columns = size[0] // side, size[1] // side
     patches = normalized.view(3, rows, side, columns, side).permute(1, 3, 0, 2, 4)  # [rows, columns, C, side, side]
-    # A still picture is a clip of `frames` equal frames: the patch kernel spans them.
+    # A still image is a clip of `frames` equal frames: the patch kernel spans them.
     patches = patches[:, :, :, None].expand(-1, -1, -1, frames, -1, -1)
     return in_merge_order(patches, preprocessing["merge_size"]).flatten(1), rows, columns
 
@@ -130,7 +130,7 @@ def attention(q_HTK: Tensor, k_HTK: Tensor, v_HTK: Tensor, *, is_causal: bool) -
 
 
 def learned_positions(model: Checkpoint, rows: int, columns: int) -> Tensor:
-    """Return the learned square table of positions resampled to the picture's grid, corner on corner: [N, D]."""
+    """Return the learned square table of positions resampled to the image's grid, corner on corner: [N, D]."""
     table = model.weights["model.visual.pos_embed.weight"]
     side = round(len(table) ** 0.5)
     square = table.view(1, side, side, -1).permute(0, 3, 1, 2)
@@ -158,7 +158,7 @@ def merge_patches(model: Checkpoint, name: str, x_ND: Tensor, *, norm_merged: bo
 
 
 def see(model: Checkpoint, patches: Tensor, rows: int, columns: int) -> tuple[Tensor, list[Tensor]]:
-    """Return the picture's tokens [M, D], and those of each deepstack layer, which the text layers add."""
+    """Return the image's tokens [M, D], and those of each deepstack layer, which the text layers add."""
     config = model.config["vision_config"]
     heads = config["num_heads"]
     kernel = model.weights["model.visual.patch_embed.proj.weight"].flatten(1)
@@ -187,35 +187,35 @@ def see(model: Checkpoint, patches: Tensor, rows: int, columns: int) -> tuple[Te
 # The prompt: messages to ids and positions.
 
 
-def prompt_ids(model: Checkpoint, question: str, num_picture_tokens: int) -> list[int]:
-    """Return the ids of a chat with one picture, its placeholder repeated once for each of its tokens."""
+def prompt_ids(model: Checkpoint, question: str, num_image_tokens: int) -> list[int]:
+    """Return the ids of a chat with one image, its placeholder repeated once for each of its tokens."""
     content = [{"type": "image"}, {"type": "text", "text": question}]
     template = jinja2.Environment().from_string(model.template)
     text = template.render(messages=[{"role": "user", "content": content}], add_generation_prompt=True)
     placeholder = model.config["image_token_id"]
     ids: list[int] = []
     for token in model.tokenizer.encode(text, add_special_tokens=False).ids:
-        ids += [token] * (num_picture_tokens if token == placeholder else 1)
+        ids += [token] * (num_image_tokens if token == placeholder else 1)
     return ids
 
 
 def positions_of(ids: list[int], placeholder: int, rows: int, columns: int) -> Tensor:
     """Return positions [3, T] on the axes time, row and column; `rows` and `columns` are those of merged patches.
 
-    Text counts up on all three axes. The picture stays at one time and runs over its rows and columns; the text behind
+    Text counts up on all three axes. The image stays at one time and runs over its rows and columns; the text behind
     it goes on after the longer of the two.
     """
     columns_of_prompt: list[tuple[int, int, int]] = []
-    next_position, picture_at = 0, 0
+    next_position, image_at = 0, 0
     for token in ids:
         if token != placeholder:
             columns_of_prompt.append((next_position,) * 3)
             next_position += 1
             continue
-        row, column = divmod(picture_at, columns)
+        row, column = divmod(image_at, columns)
         columns_of_prompt.append((next_position, next_position + row, next_position + column))
-        picture_at += 1
-        if picture_at == rows * columns:
+        image_at += 1
+        if image_at == rows * columns:
             next_position += max(rows, columns)
     return torch.tensor(columns_of_prompt).T
 
@@ -240,8 +240,8 @@ def read(model: Checkpoint, ids: list[int], positions_3T: Tensor, tokens: Tensor
     head_width = config["head_dim"]
     embeddings = model.weights["model.language_model.embed_tokens.weight"]
     x_TD = embeddings[torch.tensor(ids)]
-    is_picture = torch.tensor(ids) == model.config["image_token_id"]
-    x_TD[is_picture] = tokens
+    is_image = torch.tensor(ids) == model.config["image_token_id"]
+    x_TD[is_image] = tokens
     angles = text_angles(config, positions_3T)
     cos, sin = angles.cos(), angles.sin()
     for i in range(config["num_hidden_layers"]):
@@ -259,15 +259,15 @@ def read(model: Checkpoint, ids: list[int], positions_3T: Tensor, tokens: Tensor
         gate, up = model.linear(f"{layer}.mlp.gate_proj", normed), model.linear(f"{layer}.mlp.up_proj", normed)
         x_TD = x_TD + model.linear(f"{layer}.mlp.down_proj", silu(gate) * up)
         if i < len(deepstack):  # the first deepstack features go to the first layer's output, and so on
-            x_TD[is_picture] += deepstack[i]
+            x_TD[is_image] += deepstack[i]
     head = model.weights.get("lm_head.weight", embeddings)  # tied where the checkpoint has none
     return linear(model.rms_norm("model.language_model.norm", x_TD[-1]), head)
 
 
 @torch.inference_mode()
-def answer(model: Checkpoint, picture: str | Path, question: str, max_tokens: int) -> tuple[list[int], list[float]]:
+def answer(model: Checkpoint, image: str | Path, question: str, max_tokens: int) -> tuple[list[int], list[float]]:
     """Return the ids of the likeliest answer, token by token, and their log-probabilities."""
-    patches, rows, columns = read_patches(picture, model.preprocessing)
+    patches, rows, columns = read_patches(image, model.preprocessing)
     merge = model.preprocessing["merge_size"]
     tokens, deepstack = see(model, patches, rows, columns)
     ids = prompt_ids(model, question, len(tokens))

@@ -115,7 +115,7 @@ def test_costs_by_hand(tmp_path, text_model):
     assert sparse.linear_flops_per_token == 2 * (3 * attention + 3 * inner * width + 2 * experts)
 
 
-def test_a_model_that_looks_at_pictures(run, tmp_path):
+def test_a_model_that_looks_at_images(run, tmp_path):
     folder = str(write_cross_model(tmp_path))
     for what in ("picture", "batch", "decode"):
         assert run(what, "-m", folder, "--rounds", "1", *SMALL[what])[0] == 0
@@ -123,7 +123,7 @@ def test_a_model_that_looks_at_pictures(run, tmp_path):
         counted = costs(engine)
     query, key_value, mlp = 96 * 96, 2 * 48 * 96, 3 * 160 * 96
     assert counted.linear_flops_per_token == 2 * 3 * (2 * query + key_value + mlp)  # what text alone goes through
-    looking = 4 * 2 * (2 * query + mlp)  # keys and values are of the picture
+    looking = 4 * 2 * (2 * query + mlp)  # keys and values are of the image
     assert looking <= counted.cross_bytes_per_step < 1.25 * looking
     assert counted.cross_linear_flops_per_token == 2 * 2 * (2 * query + mlp)
     assert counted.cross_flops_per_pair == 2 * 4 * 96

@@ -82,7 +82,7 @@ def test_the_key_of_the_environment(run, monkeypatch):
     assert {request.headers["authorization"] for request in server.requests} == {"Bearer from-the-environment"}
 
 
-def test_pictures_and_extra_fields(run):
+def test_images_and_extra_fields(run):
     with OddServer(well_behaved) as server:
         extra = '{"chat_template_kwargs": {"enable_thinking": false}}'
         status, document, _, _ = run(server, "--pictures", "1", "--picture-size", "32x16", "--extra", extra, "--plain")

@@ -92,11 +92,11 @@ def test_both_get_the_same_requests_in_changing_order(run):
 
 def test_one_alone(run, tmp_path):
     require("matplotlib")
-    picture = tmp_path / "peers.png"
-    status, document, calls, _ = run("--rounds", "1", "--no-ours", "--plot", str(picture))
+    image = tmp_path / "peers.png"
+    status, document, calls, _ = run("--rounds", "1", "--no-ours", "--plot", str(image))
     assert status == 0 and {call[0] for call in calls} == {"vllm"}
     assert all("ours_to_it" not in entry for entry in document["summary"])
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert image.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

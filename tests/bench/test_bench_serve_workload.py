@@ -67,18 +67,18 @@ def test_shared_beginnings():
 
 
 @pytest.mark.parametrize("format", ["jpeg", "png"])
-def test_pictures(format):
+def test_images(format):
     made = bodies(3, pictures=2, picture_size=(96, 64), picture_format=format)
     found = [url for body in made for url in urls(body, "image_url")]
     assert len(set(found)) == 6 and all(url.startswith(f"data:image/{format};base64,") for url in found)
     for url in found:
-        picture = Image.open(opened(url))
-        assert (picture.size, picture.format) == ((96, 64), format.upper())
-        assert len(picture.convert("RGB").getcolors(96 * 64)) > 20
+        image = Image.open(opened(url))
+        assert (image.size, image.format) == ((96, 64), format.upper())
+        assert len(image.convert("RGB").getcolors(96 * 64)) > 20
     assert all(body["messages"][0]["content"][-1]["type"] == "text" for body in made)
 
 
-def test_large_pictures_are_compressible():
+def test_large_images_are_compressible():
     (body,) = bodies(1, pictures=1, picture_size=(512, 512))
     size_bytes = len(opened(urls(body, "image_url")[0]).getvalue())
     assert 4_000 < size_bytes < 512 * 512 * 3 / 10

@@ -21,11 +21,11 @@ class Fake(System):
         costs = dict(weight_bytes_per_step=10**6, kv_bytes_per_token=0, state_bytes_per_sequence=10**5)
         costs |= dict(linear_flops_per_token=10**6, head_flops=0)
         return {{"costs": costs, "machine": {{}}}}
-    def generate(self, prompts, pictures, new_tokens):
+    def generate(self, prompts, images, new_tokens):
         print("noise on standard output")
         {body}
         with open({calls!r}, "a") as file:
-            print({name!r}, len(prompts), prompts[0][:3], pictures and pictures[0].size, new_tokens, file=file)
+            print({name!r}, len(prompts), prompts[0][:3], images and images[0].size, new_tokens, file=file)
         time.sleep(0.002 * new_tokens)
         return len(prompts[0])
     def probe(self):
@@ -114,7 +114,7 @@ def test_the_same_again(run, keeps):
     figures = {(row["work"], row["system"]): row["figure"] for row in document["rows"]}
     measured = [line for line in calls if line.endswith(" 32")]
     assert [line.count("ours") for line in measured].count(1) == 2
-    assert len({line for line in measured if line.startswith("ours")}) == 1  # the very same prompts and pictures
+    assert len({line for line in measured if line.startswith("ours")}) == 1  # the very same prompts and images
     if keeps:
         assert len(measured) == 4
     else:
@@ -166,8 +166,8 @@ def test_questions_about_texts_for_real(peers, tmp_path, monkeypatch, capsys):
     assert "W4t" in capsys.readouterr().out
 
 
-def test_questions_about_pictures_for_real(peers, tmp_path, monkeypatch, capsys):
-    """Ours and transformers on a checkpoint that looks at pictures; transformers in the type that is asked for."""
+def test_questions_about_images_for_real(peers, tmp_path, monkeypatch, capsys):
+    """Ours and transformers on a checkpoint that looks at images; transformers in the type that is asked for."""
     folder, path = write_cross_model(tmp_path), tmp_path / "peers.json"
     monkeypatch.setattr(peers.Session, "run_round", _calls_only)
     options = ["--transformers", sys.executable, "--transformers-dtype", "float32", "--works", "W1p,W3,W3q"]
@@ -176,7 +176,7 @@ def test_questions_about_pictures_for_real(peers, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(sys, "argv", ["peers.py", str(folder), *options])
     assert peers.main() == 0, capsys.readouterr().err
     table, document = capsys.readouterr().out, json.loads(path.read_text())
-    assert "decode beside a 24x24 picture" in table and "first token, 24x24 picture" in table
+    assert "decode beside a 24x24 image" in table and "first token, 24x24 image" in table
     assert {(row["work"], row["system"]) for row in document["rows"]} == {
         (work, system) for work in ("W1p", "W3", "W3q") for system in ("ours", "transformers")
     }

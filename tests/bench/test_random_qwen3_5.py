@@ -87,9 +87,9 @@ def test_it_answers(monkeypatch, scripts, tmp_path, options):
 def test_shapes_are_measured(monkeypatch, scripts):
     script, shapes = scripts
     monkeypatch.setattr(shapes, "probe", lambda: Probe(20.0, 18.0, 1.0, 2.0, "float32"))
-    picture = shapes.picture
-    monkeypatch.setattr(shapes, "picture", lambda vision, side: picture(vision, side // 8))
+    image = shapes.image
+    monkeypatch.setattr(shapes, "image", lambda vision, side: image(vision, side // 8))
     figures = shapes.measure(shapes.make_model(script.config_of("35B-A3B", 4)), [1, 3], 1)
     for name in ("decode 1: share of best pass", "decode 3: tokens/s", "prefill 1024: share of torch's product"):
         assert figures[name]["median"] > 0
-    assert figures["picture 1024x1024: first token s"]["median"] > 0
+    assert figures["image 1024x1024: first token s"]["median"] > 0

@@ -2,7 +2,6 @@
 
 from components import on_ranks
 
-from tilewright.diffusion.components import Components
 from tilewright.diffusion.pipelines import open_pipeline
 
 
@@ -10,7 +9,7 @@ def run_on_ranks(size, folder, prompt, **settings):
     """What `Pipeline.generate` gives on each rank, in fp32."""
 
     def generate(group):
-        pipeline = open_pipeline(Components(folder, dtype="float32", pack_cache=False, group=group))
+        pipeline = open_pipeline(folder, dtype="float32", pack_cache=False, group=group)
         return pipeline.generate(pipeline.limits.params(prompt, **settings))
 
     return on_ranks(size, lambda group: group, generate)

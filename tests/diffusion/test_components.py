@@ -13,7 +13,6 @@ import torch
 from tiny_pipelines import z_image_pipeline
 
 from tilewright import Diffusion, config
-from tilewright.diffusion.components import Components
 from tilewright.diffusion.pipelines import open_pipeline
 from tilewright.host import memory
 from tilewright.host.files import CheckpointError
@@ -44,8 +43,7 @@ def rewritten(path, **changes):
 
 
 def test_components_are_loaded_once(folder):
-    components = Components(folder, pack_cache=False)
-    open_pipeline(components)
+    components = open_pipeline(folder, pack_cache=False).components
     assert components.class_name == "ZImagePipeline" and not components.reports
     with components.use("transformer") as network:
         assert network.dtype == torch.float32
@@ -56,8 +54,7 @@ def test_components_are_loaded_once(folder):
 
 
 def test_in_low_memory_a_stage_holds_its_own_alone(folder):
-    components = Components(folder, pack_cache=False, low_memory=True)
-    open_pipeline(components)
+    components = open_pipeline(folder, pack_cache=False, low_memory=True).components
     with components.use("transformer"):
         with components.use("vae"):  # a preview
             assert components.is_loaded("transformer")
@@ -65,7 +62,7 @@ def test_in_low_memory_a_stage_holds_its_own_alone(folder):
     assert not components.is_loaded("transformer")
 
 
-def test_low_memory_makes_the_same_picture(folder):
+def test_low_memory_makes_the_same_image(folder):
     def latents(**options):
         with Diffusion(folder, pack_cache=False, **options) as diffusion:
             return diffusion.generate("a cat", **SMALL).latents
@@ -126,29 +123,29 @@ def test_networks_that_do_not_fit_all_at_once_are_told(folder, monkeypatch, capl
 
 
 def test_the_dtype_is_as_stored_or_as_asked(folder, copy):
-    assert Components(folder).dtype("transformer") == torch.float32
-    assert Components(folder, dtype="bfloat16").dtype("vae") == torch.bfloat16
+    assert open_pipeline(folder).components.dtype("transformer") == torch.float32
+    assert open_pipeline(folder, dtype="bfloat16").components.dtype("vae") == torch.bfloat16
     with pytest.raises(RequestError, match="dtype is 'int8', expected auto, bfloat16 or float32"):
-        Components(folder, dtype="int8")
+        open_pipeline(folder, dtype="int8")
 
 
 def test_defaults_that_a_folder_recommends(copy):
     (copy / "generation_config.json").write_text('{"width": 32, "height": 16, "num_steps": 3, "guidance": 1.5}')
-    limits = open_pipeline(Components(copy)).limits
+    limits = open_pipeline(copy).limits
     params = limits.params("a cat")
     assert (params.width, params.height, params.num_steps, params.guidance) == (32, 16, 3, 1.5)
     (copy / "generation_config.json").write_text('{"width": 33}')
     with pytest.raises(CheckpointError, match=r"generation_config\.json: width is 33, expected a multiple of 4"):
-        open_pipeline(Components(copy))
+        open_pipeline(copy)
     (copy / "generation_config.json").write_text('{"steps": 3}')
     with pytest.raises(CheckpointError, match="has steps, expected some of guidance, height"):
-        open_pipeline(Components(copy))
+        open_pipeline(copy)
 
 
 def test_sizes_that_a_folder_allows(copy):
     file = copy / "generation_config.json"
     file.write_text('{"width": 32, "height": 16, "max_side": 32, "max_pixels": 512}')
-    limits = open_pipeline(Components(copy)).limits
+    limits = open_pipeline(copy).limits
     assert (limits.max_side, limits.max_pixels) == (32, 512)
     with pytest.raises(RequestError, match="1024 pixels, expected at most 512: 20 x 20, say"):
         limits.params("a cat", width=32, height=32)
@@ -158,23 +155,23 @@ def test_sizes_that_a_folder_allows(copy):
     ):
         file.write_text(text)
         with pytest.raises(CheckpointError, match=message):
-            open_pipeline(Components(copy))
+            open_pipeline(copy)
 
 
 def test_what_is_no_pipeline(folder, tmp_path, copy):
     with pytest.raises(CheckpointError, match=r"has no model_index\.json: expected a pipeline in diffusers' layout"):
-        Components(tmp_path)
+        open_pipeline(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist: expected a folder or a hub id"):
-        Components(tmp_path / "nothing" / "here")
+        open_pipeline(tmp_path / "nothing" / "here")
     rewritten(copy / "model_index.json", _class_name="SomePipeline")
     with pytest.raises(UnsupportedConfig, match=r"is of a SomePipeline, expected one of .*ZImagePipeline"):
-        open_pipeline(Components(copy))
+        open_pipeline(copy)
 
 
 def test_a_component_that_is_missing_is_named(copy):
     shutil.rmtree(copy / "vae")
     with pytest.raises(CheckpointError, match="has no vae, which a ZImagePipeline needs"):
-        open_pipeline(Components(copy))
+        open_pipeline(copy)
 
 
 def test_a_component_of_another_kind_is_named(copy):

@@ -1,4 +1,4 @@
-"""Every pipeline on a device of its own: nothing of a picture lies on the host, nothing waits before its pixels."""
+"""Every pipeline on a device of its own: nothing of an image lies on the host, nothing waits before its pixels."""
 
 import numpy as np
 import pytest
@@ -15,13 +15,13 @@ from tilewright.diffusion.diffusion import Diffusion
 from tilewright.diffusion.pipelines import flux
 from tilewright.ops import platform
 
-PICTURE = Image.fromarray(np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3))
+IMAGE = Image.fromarray(np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3))
 PIPELINES = {
     "z_image": (tiny_pipelines.z_image_pipeline, {}),
     "flux": (lambda folder: tiny_flux.flux_pipeline(folder, "schnell"), {}),
-    "flux_kontext": (lambda folder: tiny_flux.flux_pipeline(folder, "dev", "FluxKontextPipeline"), {"image": PICTURE}),
+    "flux_kontext": (lambda folder: tiny_flux.flux_pipeline(folder, "dev", "FluxKontextPipeline"), {"image": IMAGE}),
     "flux2": (lambda folder: tiny_flux.klein_pipeline(folder, is_distilled=True), {}),
-    "flux2_edit": (lambda folder: tiny_flux.klein_pipeline(folder, is_distilled=True), {"image": PICTURE}),
+    "flux2_edit": (lambda folder: tiny_flux.klein_pipeline(folder, is_distilled=True), {"image": IMAGE}),
     "qwen_image": (tiny_qwen_image.save, {}),
     "wan": (tiny_wan.save, {"num_frames": 5}),
 }
@@ -38,7 +38,7 @@ class Fetching(NoValues):
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_picture_is_made_where_its_network_is(name, monkeypatch, tmp_path):
+def test_an_image_is_made_where_its_network_is(name, monkeypatch, tmp_path):
     """In both types; what comes back are pixels and latents."""
     require("diffusers")
     monkeypatch.setattr(flux, "KONTEXT_SIZES", ((64, 64),))
@@ -49,7 +49,7 @@ def test_a_picture_is_made_where_its_network_is(name, monkeypatch, tmp_path):
         own = platform.Platform("cuda:0", "torch", "flash", platform.WORKER, False, lambda: 10**12, place)
         monkeypatch.setattr(platform, "resolve", lambda *device, own=own, **others: own)
         with Diffusion(tmp_path, dtype=dtype, device="cuda", pack_cache=False) as diffusion:
-            made = diffusion.generate("a picture", num_steps=2, seed=1, output="array", width=64, height=64, **options)
+            made = diffusion.generate("an image", num_steps=2, seed=1, output="array", width=64, height=64, **options)
         pixels, latents = place.fetched
         assert pixels.dtype == torch.uint8 and made.images[0].shape[-3:] == (64, 64, 3)
         assert made.latents.shape == latents.shape and latents.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""How long pictures take, told before: by runs of this size, of another size, or by operations."""
+"""How long images take, told before: by runs of this size, of another size, or by operations."""
 
 import json
 from dataclasses import replace
@@ -8,8 +8,7 @@ from tiny_pipelines import z_image_pipeline
 
 from tilewright import Diffusion, config
 from tilewright.diffusion.expected import FILE, MAX_RUNS, SHARE_OF_PEAK, PastTimes, Work, estimated, sizes_in_time
-from tilewright.diffusion.params import Limits
-from tilewright.diffusion.pipeline import PipelineTimings
+from tilewright.diffusion.params import Limits, PipelineTimings
 
 LIMITS = Limits(16, 64, 64, 4, 0.0, max_frames=33, frame_multiple=4)
 WORK = Work(num_parameters=1000, attention_channels=500, size_multiple=16, frame_multiple=4)
@@ -96,7 +95,7 @@ def test_the_latest_runs_are_kept(tmp_path):
     assert [run["n"] for run in runs] == list(range(3, MAX_RUNS + 3))
 
 
-def test_a_model_remembers_what_its_pictures_took(tmp_path, monkeypatch):
+def test_a_model_remembers_what_its_images_took(tmp_path, monkeypatch):
     folder = tmp_path / "z_image"
     z_image_pipeline(folder)
     settings = replace(config.current(), cache_dir=tmp_path / "cache")

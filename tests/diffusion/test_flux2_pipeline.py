@@ -1,4 +1,4 @@
-"""FLUX.2 klein from prompt to picture against diffusers, from the same latents."""
+"""FLUX.2 klein from prompt to image against diffusers, from the same latents."""
 
 import functools
 import logging
@@ -54,21 +54,21 @@ def given(n=1):
     return torch.randn(n, 16, HEIGHT // 4, WIDTH // 4, generator=torch.Generator().manual_seed(5))
 
 
-def picture(width, height, seed):
+def image(width, height, seed):
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 @pytest.mark.parametrize("kind", ["distilled", "base"])
-def test_latents_and_pictures_are_those_of_diffusers(kind, pipelines):
+def test_latents_and_images_are_those_of_diffusers(kind, pipelines):
     pipeline, folder = pipelines(kind)
     guidance = {"distilled": 1.0, "base": 2.5}[kind]
     result = ours(folder, latents=given(2), n=2, guidance=guidance)
     options = {"guidance_scale": guidance, "num_images_per_prompt": 2}
     assert relative(result.latents, denoised(pipeline, latents=given(2), **options)) < 1e-3
-    pictures = np.stack([frames[0] for frames in result.images])
-    assert pictures.shape == (2, HEIGHT, WIDTH, 3)
-    assert np.abs(pictures / 255 - theirs(pipeline, latents=given(2), **options)).max() < 1e-3 + 0.5 / 255
+    images = np.stack([frames[0] for frames in result.images])
+    assert images.shape == (2, HEIGHT, WIDTH, 3)
+    assert np.abs(images / 255 - theirs(pipeline, latents=given(2), **options)).max() < 1e-3 + 0.5 / 255
 
 
 def test_noise_is_that_of_diffusers_for_a_seed(pipelines):
@@ -88,12 +88,12 @@ def test_bf16_is_as_close_to_the_truth_as_diffusers(pipelines):
 
 
 @pytest.mark.parametrize("kind", ["distilled", "base"])
-def test_pictures_are_edited(kind, pipelines, monkeypatch):
+def test_images_are_edited(kind, pipelines, monkeypatch):
     """Two, one larger than is read, both with margins that are cut."""
     pipeline, folder = pipelines(kind)
-    images = [picture(70, 67, 1), picture(90, 130, 2)]
+    images = [image(70, 67, 1), image(90, 130, 2)]
     monkeypatch.setattr(flux2, "MAX_REFERENCE_PIXELS", 8100)
-    # diffusers makes pictures smaller above a million pixels: here it is given one that is.
+    # diffusers makes images smaller above a million pixels: here it is given one that is.
     processor = require("diffusers.pipelines.flux2.image_processor").Flux2ImageProcessor
     fitting = [images[0], processor._resize_to_target_area(images[1], 8100)]
     expected = denoised(pipeline, latents=given(), image=fitting, guidance_scale=2.0)
@@ -103,9 +103,9 @@ def test_pictures_are_edited(kind, pipelines, monkeypatch):
     assert relative(alone.latents, expected) > 1e-2
 
 
-def test_an_edited_picture_has_the_size_of_the_first(pipelines):
+def test_an_edited_image_has_the_size_of_the_first(pipelines):
     limits = opened(pipelines("distilled")[1]).limits
-    images = [picture(90, 131, 1), picture(200, 100, 2)]
+    images = [image(90, 131, 1), image(200, 100, 2)]
 
     def size(**settings):
         params = limits.params(PROMPT, **settings)
@@ -151,8 +151,8 @@ def test_the_shift_is_that_of_diffusers():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"image": "cat.png"}, "image is a str, expected a PIL picture"),
-        ({"image": [Image.new("RGB", (64, 64))] * 11}, "image has 11 pictures, expected at most 10"),
+        ({"image": "cat.png"}, "image is a str, expected a PIL image"),
+        ({"image": [Image.new("RGB", (64, 64))] * 11}, "image is a list of 11, expected at most 10"),
         ({"image": Image.new("RGB", (63, 200))}, "image is 63 x 200, expected sides of at least 64"),
         ({"image": Image.new("RGB", (64, 520))}, "image is 64 x 520, expected sides of at most 8 to 1"),
         ({"negative_prompt": "dogs"}, "takes no negative_prompt"),

@@ -1,4 +1,4 @@
-"""FLUX.1 from prompt to picture against diffusers, from the same latents."""
+"""FLUX.1 from prompt to image against diffusers, from the same latents."""
 
 import functools
 import logging
@@ -44,15 +44,15 @@ def given(n=1):
 
 
 @pytest.mark.parametrize("kind", ["schnell", "dev"])
-def test_latents_and_pictures_are_those_of_diffusers(kind, pipelines):
+def test_latents_and_images_are_those_of_diffusers(kind, pipelines):
     pipeline, folder = pipelines(kind)
     guidance = {"dev": 2.5, "schnell": 0.0}[kind]
     result = ours(folder, latents=given(2), n=2, guidance=guidance)
     options = {"latents": given(2), "guidance_scale": guidance, "num_images_per_prompt": 2}
     assert relative(result.latents, theirs(pipeline, "latent", **options)) < 1e-3
-    pictures = np.stack([picture[0] for picture in result.images])
-    assert pictures.shape == (2, HEIGHT, WIDTH, 3)
-    assert np.abs(pictures / 255 - theirs(pipeline, "np", **options)).max() < 1e-3 + 0.5 / 255
+    images = np.stack([image[0] for image in result.images])
+    assert images.shape == (2, HEIGHT, WIDTH, 3)
+    assert np.abs(images / 255 - theirs(pipeline, "np", **options)).max() < 1e-3 + 0.5 / 255
 
 
 def test_noise_is_that_of_diffusers_for_a_seed(pipelines):
@@ -73,7 +73,7 @@ def test_bf16_is_as_close_to_the_truth_as_diffusers(pipelines):
     assert rms(ours(folder, "bfloat16", latents=latents).latents - truth) <= 1.25 * rms(expected.float() - truth)
 
 
-def test_kontext_edits_a_picture(pipelines, monkeypatch):
+def test_kontext_edits_an_image(pipelines, monkeypatch):
     sizes = ((16, 32), (32, 24), (24, 32))
     module = require("diffusers.pipelines.flux.pipeline_flux_kontext")
     monkeypatch.setattr(module, "PREFERRED_KONTEXT_RESOLUTIONS", list(sizes))
@@ -85,7 +85,7 @@ def test_kontext_edits_a_picture(pipelines, monkeypatch):
     result = ours(folder, latents=given(), image=image)
     assert relative(result.latents, expected) < 1e-3
     assert relative(ours(folder, latents=given()).latents, expected) > 1e-2
-    with pytest.raises(RequestError, match="image has 2 pictures, expected at most 1"):
+    with pytest.raises(RequestError, match="image is a list of 2, expected at most 1"):
         ours(folder, image=[image, image])
 
 

@@ -1,4 +1,4 @@
-"""Requests for pictures: defaults, and clear errors for what cannot be made."""
+"""Requests for images: defaults, and clear errors for what cannot be made."""
 
 import math
 
@@ -62,7 +62,7 @@ def test_numbers_of_numpy_are_numbers():
         ({"guidance_interval": (0.5, 0.2)}, "guidance_interval is 0.5 to 0.2"),
         ({"guidance_interval": 0.5}, "guidance_interval is 0.5, expected two numbers"),
         ({"negative_prompt": 3}, "negative_prompt is a int, expected text"),
-        ({"steps": 3}, "steps is not a setting of a picture"),
+        ({"steps": 3}, "steps is not a setting of an image"),
         ({"prompt": 7}, "prompt is a int, expected text"),
         ({"prompt": "x" * (MAX_PROMPT_CHARACTERS + 1)}, f"expected at most {MAX_PROMPT_CHARACTERS}"),
     ],
@@ -91,13 +91,13 @@ def test_latents_are_checked(latents, message):
         given_latents(LIMITS.params("a cat", latents=latents, n=2), (4, 8, 8))
 
 
-def test_one_set_of_latents_serves_all_pictures():
+def test_one_set_of_latents_serves_all_images():
     given = np.arange(16.0).reshape(1, 1, 4, 4)
     latents = given_latents(LIMITS.params("a cat", latents=given, n=3), (1, 4, 4))
     assert latents.shape == (3, 1, 4, 4) and torch.equal(latents[2], torch.from_numpy(given[0]).float())
 
 
-def test_a_picture_has_its_own_noise_whatever_comes_with_it():
+def test_an_image_has_its_own_noise_whatever_comes_with_it():
     many = given_latents(LIMITS.params("a cat", seed=5, n=3), (4, 8, 8))
     for i, seed in enumerate((5, 6, 7)):
         assert torch.equal(many[i : i + 1], given_latents(LIMITS.params("a cat", seed=seed), (4, 8, 8)))
@@ -106,7 +106,7 @@ def test_a_picture_has_its_own_noise_whatever_comes_with_it():
     assert LIMITS.params("", seed=MAX_SEED, n=2).seeds == (MAX_SEED, 0)
 
 
-def test_settings_make_a_picture_again():
+def test_settings_make_an_image_again():
     params = LIMITS.params("a cat", seed=5, n=3, negative_prompt="dogs", guidance_interval=(0.0, 0.5))
     settings = params.settings(2)
     assert settings["seed"] == 7 and "step_cache" not in settings and settings["negative_prompt"] == "dogs"

@@ -49,7 +49,7 @@ def test_latents_are_those_of_diffusers(checkpoint, diffusion, width, height, ne
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
-def test_pictures_are_those_of_diffusers(checkpoint, diffusion):
+def test_images_are_those_of_diffusers(checkpoint, diffusion):
     """Two of them, with guidance, opened at each level."""
     pipeline = checkpoint[0]
     latents = latents_of(48, 32, n=2)
@@ -82,7 +82,7 @@ def test_two_ranks_make_what_one_does(checkpoint):
 
 
 def test_noise_is_that_of_diffusers(checkpoint, diffusion):
-    """A seed gives the picture that a generator of the same seed gives there."""
+    """A seed gives the image that a generator of the same seed gives there."""
     theirs = checkpoint[0](
         prompt=PROMPT,
         width=64,
@@ -120,7 +120,7 @@ def test_bf16_runs_close_to_fp32(checkpoint, diffusion):
     [
         ({"prompt": "cat" * 400}, "tokens with its template, expected at most 1058"),
         ({"height": 40}, "height is 40, expected a multiple of 16"),
-        ({"image": "picture"}, "takes no image"),
+        ({"image": "image"}, "takes no image"),
         ({"num_frames": 5}, "num_frames is 5, expected an integer from 1 to 1"),
         ({"latents": np.zeros((1, 3, 16))}, r"shape \[1, 3, 16\], expected \[1, 4, 16\]"),
     ],

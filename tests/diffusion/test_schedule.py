@@ -47,7 +47,7 @@ def test_euler_steps():
         seen = estimate(schedule, i, latents, velocity)
         latents = step(i, latents, velocity)
         torch.testing.assert_close(latents, expected)
-    torch.testing.assert_close(seen, latents)  # the last step sees the picture itself
+    torch.testing.assert_close(seen, latents)  # the last step sees the image itself
 
 
 def test_the_shift_by_resolution():

@@ -65,12 +65,12 @@ def test_settings_are_in_the_comment():
 
 
 @pytest.mark.parametrize("suffix", [".webp", ".png", ".gif"])
-def test_animated_pictures_have_every_frame(suffix):
+def test_animated_images_have_every_frame(suffix):
     frames = clip()
-    with Image.open(io.BytesIO(encode_video(frames, 16, suffix))) as picture:
-        assert picture.n_frames == len(frames)
-        picture.seek(4)
-        error = np.abs(np.asarray(picture.convert("RGB")).astype(int) - frames[4]).max()
+    with Image.open(io.BytesIO(encode_video(frames, 16, suffix))) as image:
+        assert image.n_frames == len(frames)
+        image.seek(4)
+        error = np.abs(np.asarray(image.convert("RGB")).astype(int) - frames[4]).max()
         assert error <= (3 if suffix == ".gif" else 0)
 
 

@@ -21,8 +21,8 @@ from tilewright.types import RequestError, UnsupportedConfig
 
 PROMPT, NEGATIVE = "the red cat &amp; in  the rain", "a blurry cat"
 SIZE, WIDER = {"width": 48, "height": 32}, {"width": 64, "height": 32}
-# The picture's latents, and for each frame of a latent one, whether it is given.
-PICTURE_CHANNELS = {"in_channels": 4 + 4 + 4, "out_channels": 4}
+# The image's latents, and for each frame of a latent one, whether it is given.
+IMAGE_CHANNELS = {"in_channels": 4 + 4 + 4, "out_channels": 4}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def save_ti2v(folder):
 
 
 def save_i2v(folder):
-    experts = [tiny_wan.make_transformer(seed, **PICTURE_CHANNELS) for seed in (0, 1)]
+    experts = [tiny_wan.make_transformer(seed, **IMAGE_CHANNELS) for seed in (0, 1)]
     return tiny_wan.save(
         folder, "WanImageToVideoPipeline", transformer=experts[0], transformer_2=experts[1], boundary_ratio=0.9
     )
@@ -83,7 +83,7 @@ def latents_of(num_frames, n=1, factor=8, width=48, height=32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
-def picture():
+def image():
     pixels = np.random.default_rng(0).integers(0, 256, (40, 72, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
@@ -165,31 +165,31 @@ def test_ti2v_of_a_text(checkpoint):
 
 @pytest.fixture
 def without_ftfy(monkeypatch):
-    """diffusers' pipeline of pictures calls that package whether it is there or not; it does nothing to these texts."""
+    """diffusers' pipeline of images calls that package whether it is there or not; it does nothing to these texts."""
     module = importlib.import_module(require("diffusers").WanImageToVideoPipeline.__module__)
     monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
 
 
-def test_ti2v_begins_with_the_picture(checkpoint, without_ftfy):
+def test_ti2v_begins_with_the_image(checkpoint, without_ftfy):
     text_pipeline, folder = checkpoint("ti2v")
     components = {name: part for name, part in text_pipeline.components.items() if name in KEPT}
     pipeline = require("diffusers").WanImageToVideoPipeline(**components, expand_timesteps=True)
     pipeline.set_progress_bar_config(disable=True)
     latents = latents_of(9, factor=16, width=64)
-    check_run((pipeline, folder), latents, num_frames=9, image=picture(), size=WIDER)
+    check_run((pipeline, folder), latents, num_frames=9, image=image(), size=WIDER)
 
 
 KEPT = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer")
 
 
-def test_i2v_reads_the_picture_as_channels(checkpoint, without_ftfy):
-    check_run(checkpoint("i2v"), latents_of(9), num_frames=9, image=picture())
+def test_i2v_reads_the_image_as_channels(checkpoint, without_ftfy):
+    check_run(checkpoint("i2v"), latents_of(9), num_frames=9, image=image())
 
 
 def test_two_ranks_make_what_one_does(checkpoint):
-    """From a picture: text encoder and transformer are split, and both ranks encode it."""
+    """From an image: text encoder and transformer are split, and both ranks encode it."""
     folder = checkpoint("ti2v")[1]
-    options = {"negative_prompt": NEGATIVE, "num_steps": 3, "num_frames": 5, "seed": 2, "image": picture(), **WIDER}
+    options = {"negative_prompt": NEGATIVE, "num_steps": 3, "num_frames": 5, "seed": 2, "image": image(), **WIDER}
     (alone,) = run_on_ranks(1, folder, PROMPT, **options)
     first, second = run_on_ranks(2, folder, PROMPT, **options)
     for result in (first, second):
@@ -265,7 +265,7 @@ def test_a_preview_is_one_small_frame(checkpoint):
     [
         ({"num_frames": 6}, "num_frames is 6, expected 1 more than a multiple of 4: 5"),
         ({"width": 40}, "width is 40, expected a multiple of 16"),
-        ({"image": "picture"}, "takes no image"),
+        ({"image": "image"}, "takes no image"),
         ({"prompt": "cat " * 600}, "601 tokens with its template, expected at most 512"),
         ({"latents": np.zeros((1, 4, 2, 4, 6))}, r"shape \[1, 4, 2, 4, 6\], expected \[1, 4, 1, 4, 6\]"),
     ],
@@ -275,12 +275,12 @@ def test_what_cannot_be_made_is_refused(checkpoint, options, message):
         generate(checkpoint("t2v")[1], options.pop("latents", None), **{"num_frames": 1, **options})
 
 
-def test_i2v_without_a_picture_is_refused(checkpoint):
+def test_i2v_without_an_image_is_refused(checkpoint):
     with pytest.raises(RequestError, match="needs an image"):
         generate(checkpoint("i2v")[1], None, num_frames=5)
 
 
-def test_a_picture_through_clip_is_refused_by_name(checkpoint, tmp_path):
+def test_an_image_through_clip_is_refused_by_name(checkpoint, tmp_path):
     folder = checkpoint("t2v")[1]
     for path in folder.iterdir():
         (tmp_path / path.name).symlink_to(path)

@@ -13,30 +13,53 @@ import time
 import av
 import numpy as np
 import pytest
-from fake_pictures import FakePictures, Gate, fake_backend
+from fake_diffusion import FakeDiffusion, Gate, fake_backend
 from PIL import Image
 from processes import family_of, memory_bytes
 from test_frames import through
 
+from tilewright.diffusion.params import PipelineTimings
 from tilewright.diffusion.requests import (
-    Began,
-    Made,
-    MadeFile,
-    NotMade,
-    PictureRequest,
-    Previewed,
-    Stepped,
-    Stopped,
-    Waiting,
-    event_from_json,
-    event_to_json,
+    DiffusionRequest,
+    GeneratedFile,
+    Preview,
+    Progress,
+    Result,
+    Start,
+    State,
+    progress_from_json,
+    progress_to_json,
 )
 from tilewright.diffusion.worker import Worker, preview_steps
-from tilewright.outputs.images import encode_picture, settings_of
+from tilewright.outputs.images import encode_image, settings_of
 from tilewright.outputs.video import encode_video
 from tilewright.server.http.errors import ApiError
 
 WAIT_S = 60
+
+
+def has_started(progress):
+    return progress.start is not None
+
+
+def has_stepped(progress):
+    return progress.step > 0 and progress.preview is None
+
+
+def has_preview(progress):
+    return progress.preview is not None
+
+
+def is_completed(progress):
+    return progress.state is State.COMPLETED
+
+
+def is_failed(progress):
+    return progress.state is State.FAILED
+
+
+def is_last(progress):
+    return progress.is_last
 
 
 class Events:
@@ -45,15 +68,24 @@ class Events:
     def __init__(self):
         self._queue = queue.Queue()
 
-    def put(self, request_id, event):
-        self._queue.put((request_id, event))
+    def put(self, request_id, progress):
+        self._queue.put((request_id, progress))
 
-    def next(self, kind):
-        """The next event of a kind; others before it are dropped."""
+    def next(self, is_it):
+        """The next progress that `is_it`; others before it are dropped."""
         while True:
-            request_id, event = self._queue.get(timeout=WAIT_S)
-            if isinstance(event, kind):
-                return request_id, event
+            request_id, progress = self._queue.get(timeout=WAIT_S)
+            if is_it(progress):
+                return request_id, progress
+
+    def result(self):
+        """The next result, with the id of its request."""
+        request_id, progress = self.next(is_completed)
+        return request_id, progress.result
+
+    def failure(self):
+        request_id, progress = self.next(is_failed)
+        return request_id, progress.failure
 
     def rest(self):
         found = []
@@ -64,35 +96,35 @@ class Events:
 
 def made_by(**options):
     events = Events()
-    return Worker(FakePictures(**options), events.put), events
+    return Worker(FakeDiffusion(**options), events.put), events
 
 
-def test_a_picture_is_made_with_its_settings():
+def test_an_image_is_made_with_its_settings():
     worker, events = made_by()
-    worker.submit("a", PictureRequest("a red tile", {"seed": 7, "n": 2, "width": 32, "height": 16}))
-    _, made = events.next(Made)
+    worker.submit("a", DiffusionRequest("a red tile", {"seed": 7, "n": 2, "width": 32, "height": 16}))
+    _, result = events.result()
     worker.close()
-    pictures = [Image.open(io.BytesIO(file.data)) for file in made.files]
-    assert [picture.size for picture in pictures] == [(32, 16)] * 2
-    assert [file.settings["seed"] for file in made.files] == [7, 8]
-    assert settings_of(made.files[1].data) == made.files[1].settings
-    assert made.steps_s == [0.1] * 3
+    images = [Image.open(io.BytesIO(file.data)) for file in result.files]
+    assert [image.size for image in images] == [(32, 16)] * 2
+    assert [file.settings["seed"] for file in result.files] == [7, 8]
+    assert settings_of(result.files[1].data) == result.files[1].settings
+    assert result.timings.steps_s == [0.1] * 3
 
 
 def test_steps_and_previews_are_told_as_they_come(gate):
     worker, events = made_by(gate=gate.path)
-    worker.submit("a", PictureRequest("tile", {"num_steps": 4}, num_previews=3))
-    began = events.next(Began)[1]
+    worker.submit("a", DiffusionRequest("tile", {"num_steps": 4}, num_previews=3))
+    began = events.next(has_started)[1]
     assert began.num_steps == 4
-    assert (began.expected_s, began.expected_from) == (2.0, "as FakePictures says")
+    assert (began.start.expected_s, began.start.expected_from) == (2.0, "as FakeDiffusion says")
     for step in (1, 2, 3):
         gate.open()
-        assert events.next(Stepped)[1] == Stepped(step, 4)
-        _, preview = events.next(Previewed)
-        assert (preview.step, preview.index) == (step, step - 1)
-        assert np.abs(np.asarray(Image.open(io.BytesIO(preview.data))).astype(int) - step).max() <= 2
+        assert events.next(has_stepped)[1] == Progress(State.RUNNING, step=step, num_steps=4)
+        _, progress = events.next(has_preview)
+        assert (progress.step, progress.preview.index) == (step, step - 1)
+        assert np.abs(np.asarray(Image.open(io.BytesIO(progress.preview.data))).astype(int) - step).max() <= 2
     gate.open()
-    assert events.next((Made, Previewed))[1].__class__ is Made
+    assert is_completed(events.next(lambda progress: is_completed(progress) or has_preview(progress))[1])
     worker.close()
 
 
@@ -107,38 +139,38 @@ def test_cancelling_ends_a_run_within_a_step_and_frees_what_it_held(gate):
     ballast = 256 << 20
     worker, events = made_by(gate=gate.path, ballast_bytes=ballast)
     before = memory_bytes(os.getpid())
-    worker.submit("a", PictureRequest("tile", {"num_steps": 50}))
-    worker.submit("b", PictureRequest("tile", {"num_steps": 1}))
+    worker.submit("a", DiffusionRequest("tile", {"num_steps": 50}))
+    worker.submit("b", DiffusionRequest("tile", {"num_steps": 1}))
     gate.open(2)
-    events.next(Stepped), events.next(Stepped)
+    events.next(has_stepped), events.next(has_stepped)
     assert memory_bytes(os.getpid()) > before + ballast / 2
     worker.cancel("a")
     gate.open()  # the step that it is in
-    assert events.next((Stepped, Stopped))[1] == Stopped()
+    assert events.next(lambda progress: True)[1] == Progress(State.CANCELLED)
     assert memory_bytes(os.getpid()) < before + ballast / 4
     gate.open()
-    assert events.next(Made)[0] == "b"
+    assert events.result()[0] == "b"
     worker.close()
 
 
 def test_the_thread_that_computes_is_prepared():
     events, prepared = Events(), []
-    worker = Worker(FakePictures(), events.put, start_thread=lambda: prepared.append(threading.current_thread().name))
-    worker.submit("a", PictureRequest("tile"))
-    events.next(Made)
+    worker = Worker(FakeDiffusion(), events.put, start_thread=lambda: prepared.append(threading.current_thread().name))
+    worker.submit("a", DiffusionRequest("tile"))
+    events.result()
     worker.close()
-    assert prepared == ["pictures"]
+    assert prepared == ["diffusion"]
 
 
 def test_one_that_waits_is_cancelled_without_a_step(gate):
     worker, events = made_by(gate=gate.path)
-    worker.submit("a", PictureRequest("tile", {"num_steps": 1}))
-    worker.submit("b", PictureRequest("tile"))
+    worker.submit("a", DiffusionRequest("tile", {"num_steps": 1}))
+    worker.submit("b", DiffusionRequest("tile"))
     worker.cancel("b")
     worker.cancel("unknown")
     gate.open()
-    assert events.next(Made)[0] == "a"
-    assert events.next((Began, Stopped)) == ("b", Stopped())
+    assert events.result()[0] == "a"
+    assert events.next(lambda progress: True) == ("b", Progress(State.CANCELLED))
     worker.close()
     assert not worker._cancelled and not worker._unfinished
 
@@ -153,53 +185,53 @@ def test_one_that_waits_is_cancelled_without_a_step(gate):
 )
 def test_an_error_ends_its_request_alone(prompt, kind, message):
     worker, events = made_by()
-    worker.submit("a", PictureRequest(prompt))
-    worker.submit("b", PictureRequest("tile"))
-    request_id, failed = events.next(NotMade)
-    assert request_id == "a" and failed.kind == kind and message in failed.message and "secret" not in failed.message
-    assert events.next(Made)[0] == "b"
+    worker.submit("a", DiffusionRequest(prompt))
+    worker.submit("b", DiffusionRequest("tile"))
+    request_id, failure = events.failure()
+    assert request_id == "a" and failure.kind == kind
+    assert message in failure.message and "secret" not in failure.message
+    assert events.result()[0] == "b"
     worker.close()
 
 
 def test_what_the_model_does_not_take_is_refused():
     worker, events = made_by()
-    worker.submit("a", PictureRequest("tile", {"width": 33}))
-    assert "width is 33, expected a multiple of 16" in events.next(NotMade)[1].message
-    worker.submit("b", PictureRequest("tile", picture=b"not decoded"))
-    assert events.next(NotMade)[1].param == "image"
-    worker.submit("c", PictureRequest("tile", file_format="mp4"))
-    assert "makes pictures, not videos" in events.next(NotMade)[1].message
+    worker.submit("a", DiffusionRequest("tile", {"width": 33}))
+    assert "width is 33, expected a multiple of 16" in events.failure()[1].message
+    worker.submit("b", DiffusionRequest("tile", image=b"not decoded"))
+    assert events.failure()[1].param == "image"
+    worker.submit("c", DiffusionRequest("tile", file_format="mp4"))
+    assert "makes images, not videos" in events.failure()[1].message
     worker.close()
 
 
-def test_a_picture_that_comes_in_is_decoded_in_a_sandbox():
+def test_an_image_that_comes_in_is_decoded_in_a_sandbox():
     worker, events = made_by(takes_image=True)
-    red = encode_picture(np.full((20, 20, 3), (250, 0, 0), np.uint8), "png", {})
-    worker.submit("a", PictureRequest("tile", {"width": 16, "height": 16}, red))
-    (file,) = events.next(Made)[1].files
+    red = encode_image(np.full((20, 20, 3), (250, 0, 0), np.uint8), "png", {})
+    worker.submit("a", DiffusionRequest("tile", {"width": 16, "height": 16}, red))
+    (file,) = events.result()[1].files
     assert np.asarray(Image.open(io.BytesIO(file.data)))[0, 0].tolist() == [250, 0, 0]
-    worker.submit("b", PictureRequest("tile", picture=red[:40]))
-    _, failed = events.next(NotMade)
-    assert failed.kind == "request" and failed.param == "image" and failed.message.startswith("image 1")
+    worker.submit("b", DiffusionRequest("tile", image=red[:40]))
+    _, failure = events.failure()
+    assert failure.kind == "request" and failure.param == "image" and failure.message.startswith("image 1")
     worker.close()
 
 
 def test_videos_have_the_frames_that_their_seconds_ask_for():
     worker, events = made_by(max_frames=33, fps=24.0)
-    worker.submit("a", PictureRequest("tile", {"width": 48, "height": 32}, file_format="mp4", seconds=1, fps=8))
-    (file,) = events.next(Made)[1].files
+    worker.submit("a", DiffusionRequest("tile", {"width": 48, "height": 32}, file_format="mp4", seconds=1, fps=8))
+    (file,) = events.result()[1].files
     with av.open(io.BytesIO(file.data)) as container:
         assert len(list(container.decode(video=0))) == 9 == file.settings["num_frames"]
         assert container.streams.video[0].average_rate == 8
-    worker.submit("c", PictureRequest("tile", {"width": 48, "height": 32, "num_frames": 5}, file_format="mp4"))
-    assert events.next(Began)[1].fps == 24
-    (file,) = events.next(Made)[1].files
+    worker.submit("c", DiffusionRequest("tile", {"width": 48, "height": 32, "num_frames": 5}, file_format="mp4"))
+    assert events.next(has_started)[1].start.fps == 24
+    (file,) = events.result()[1].files
     with av.open(io.BytesIO(file.data)) as container:  # what the model was trained with
         assert container.streams.video[0].average_rate == 24
-    worker.submit("b", PictureRequest("tile", file_format="mp4", seconds=60))
+    worker.submit("b", DiffusionRequest("tile", file_format="mp4", seconds=60))
     assert (
-        "seconds is 60, 1441 frames at 24 a second, expected at most 1.33333: 33 frames"
-        in events.next(NotMade)[1].message
+        "seconds is 60, 1441 frames at 24 a second, expected at most 1.33333: 33 frames" in events.failure()[1].message
     )
     worker.close()
 
@@ -208,7 +240,7 @@ def test_videos_have_the_frames_that_their_seconds_ask_for():
 def test_files_carry_their_settings(file_format):
     pixels = np.zeros((8, 8, 3), np.uint8)
     settings = {"prompt": "ein Löwe 🦁", "seed": 3}
-    data = encode_picture(pixels, file_format, settings)
+    data = encode_image(pixels, file_format, settings)
     assert settings_of(data) == settings
     assert Image.open(io.BytesIO(data)).format == file_format.upper()
 
@@ -220,43 +252,43 @@ def test_a_video_of_odd_sides_loses_a_row():
     assert (frame.width, frame.height) == (32, 16)
 
 
-def test_events_cross_the_wire():
-    made = Made((MadeFile(b"data", {"seed": 1}),), 0.0, 0.1, 0.2, 0.3, [0.1])
-    preview = Previewed(0, 1, 2, 4, b"\x00\xff")
-    for event in (
-        Began(64, 48, 1, 4, 7, 16.0, 2.5, "as the last one"),
-        preview,
-        Stopped(),
-        NotMade("request", "m", "size"),
-        made,
+def test_progress_crosses_the_wire():
+    result = Result((GeneratedFile(b"data", {"seed": 1}),), PipelineTimings(0.0, 0.1, 0.2, 0.3, [0.1]))
+    for progress in (
+        Progress(State.QUEUED, num_before=2),
+        Progress(State.RUNNING, num_steps=4, start=Start(64, 48, 1, 16.0, 2.5, "as the last one")),
+        Progress(State.RUNNING, step=2, num_steps=4, preview=Preview(0, 1, b"\x00\xff")),
+        Progress(State.CANCELLED),
+        Progress.failed("request", "m", "size"),
+        Progress(State.COMPLETED, result=result),
     ):
-        assert event_from_json(through({"event": event_to_json(event)})["event"]) == event
+        assert progress_from_json(through({"progress": progress_to_json(progress)})["progress"]) == progress
 
 
 # In a process of its own.
 
 
 class Listener:
-    """The events of one request of a PictureBackend."""
+    """The events of one request of a DiffusionBackend."""
 
     def __init__(self):
         self.events = []
         self._changed = asyncio.Condition()
         self._loop = asyncio.get_running_loop()
 
-    def __call__(self, event):
-        self.events.append(event)
+    def __call__(self, progress):
+        self.events.append(progress)
         self._loop.create_task(self._notify())
 
     async def _notify(self):
         async with self._changed:
             self._changed.notify_all()
 
-    async def until(self, *kinds):
-        """The first event of these kinds, or an error that is the last event."""
+    async def until(self, is_it):
+        """The first progress that `is_it`."""
 
         def found():
-            return next((event for event in self.events if isinstance(event, kinds)), None)
+            return next((progress for progress in self.events if is_it(progress)), None)
 
         async with self._changed:
             await asyncio.wait_for(self._changed.wait_for(lambda: found() is not None), WAIT_S)
@@ -278,20 +310,18 @@ def test_a_process_is_started_by_the_first_request_and_ends_with_the_server(gate
         backend = fake_backend(gate)
         assert backend.pid is None and backend.limits is None
         first, second = Listener(), Listener()
-        backend.submit(PictureRequest("tile"), first)
-        backend.submit(PictureRequest("tile"), second)
+        backend.submit(DiffusionRequest("tile"), first)
+        backend.submit(DiffusionRequest("tile"), second)
         assert [event.num_before for event in second.events] == [1]
-        await first.until(Began)
+        await first.until(has_started)
         own = os.getpriority(os.PRIO_PROCESS, 0)
         assert os.getpriority(os.PRIO_PROCESS, backend.pid) == min(own + 10, 19)  # it yields to the engine
         assert (backend.num_waiting, backend.num_running) == (1, 1)
-        assert [pid for pid in family_of(os.getpid()) if b"picture_process" in command_of(pid)] == [backend.pid]
+        assert [pid for pid in family_of(os.getpid()) if b"diffusion_process" in command_of(pid)] == [backend.pid]
         assert backend.limits.size_multiple == 16
         gate.open(8)
-        assert isinstance(await first.until(Made, NotMade), Made) and isinstance(
-            await second.until(Made, NotMade), Made
-        )
-        assert [event for event in second.events if isinstance(event, Waiting)][-1].num_before == 1
+        assert is_completed(await first.until(is_last)) and is_completed(await second.until(is_last))
+        assert [progress for progress in second.events if progress.state is State.QUEUED][-1].num_before == 1
         pid = backend.pid
         await backend.close()
         with pytest.raises(ProcessLookupError):
@@ -304,16 +334,16 @@ def test_a_killed_process_fails_its_request_and_is_replaced(gate):
     async def main():
         backend = fake_backend(gate)
         first, second = Listener(), Listener()
-        backend.submit(PictureRequest("tile"), first)
-        backend.submit(PictureRequest("tile"), second)
-        await first.until(Began)
+        backend.submit(DiffusionRequest("tile"), first)
+        backend.submit(DiffusionRequest("tile"), second)
+        await first.until(has_started)
         os.kill(backend.pid, signal.SIGKILL)
-        failed = await first.until(Made, NotMade)
-        assert failed.kind == "unavailable" and "signal SIGKILL" in failed.message and "restarted" in failed.message
-        await second.until(Began)  # by the next process: only the one under way is lost
+        failure = (await first.until(is_last)).failure
+        assert failure.kind == "unavailable" and "signal SIGKILL" in failure.message and "restarted" in failure.message
+        await second.until(has_started)  # by the next process: only the one under way is lost
         assert backend.num_restarts == 1
         gate.open(4)
-        assert isinstance(await second.until(Made, NotMade), Made)
+        assert is_completed(await second.until(is_last))
         await backend.close()
 
     run(main())
@@ -322,11 +352,11 @@ def test_a_killed_process_fails_its_request_and_is_replaced(gate):
 def test_a_lost_rank_ends_the_process_which_is_replaced():
     async def main():
         backend, first, second = fake_backend(), Listener(), Listener()
-        backend.submit(PictureRequest("lost"), first)
-        backend.submit(PictureRequest("tile"), second)
-        failed = await first.until(Made, NotMade)
-        assert failed.kind == "unavailable" and "status 70" in failed.message
-        assert isinstance(await second.until(Made, NotMade), Made)
+        backend.submit(DiffusionRequest("lost"), first)
+        backend.submit(DiffusionRequest("tile"), second)
+        failure = (await first.until(is_last)).failure
+        assert failure.kind == "unavailable" and "status 70" in failure.message
+        assert is_completed(await second.until(is_last))
         await backend.close()
 
     run(main())
@@ -336,18 +366,18 @@ def test_cancelled_requests_make_room_for_the_next(gate):
     async def main():
         backend = fake_backend(gate, max_queue=1)
         first, second, third = Listener(), Listener(), Listener()
-        cancel_first = backend.submit(PictureRequest("tile", {"num_steps": 50}), first)
-        await first.until(Began)
-        cancel_second = backend.submit(PictureRequest("tile"), second)
+        cancel_first = backend.submit(DiffusionRequest("tile", {"num_steps": 50}), first)
+        await first.until(has_started)
+        cancel_second = backend.submit(DiffusionRequest("tile"), second)
         with pytest.raises(ApiError, match="the limit is 1") as caught:
-            backend.submit(PictureRequest("tile"), third)
+            backend.submit(DiffusionRequest("tile"), third)
         assert caught.value.status == 429 and int(caught.value.headers["Retry-After"]) >= 1
         cancel_second()
-        backend.submit(PictureRequest("tile"), third)
+        backend.submit(DiffusionRequest("tile"), third)
         cancel_first()
         gate.open(100)  # the first takes one of its 50 steps, or more if it hears of its end late
-        await third.until(Made)
-        assert not [event for event in first.events if isinstance(event, Made | Stopped)]  # nobody listens any more
+        await third.until(is_completed)
+        assert not [progress for progress in first.events if progress.is_last]  # nobody listens any more
         cancel_first(), cancel_second()
         assert (backend.num_waiting, backend.num_running) == (0, 0)
         await backend.close()
@@ -360,9 +390,9 @@ def test_a_model_that_cannot_be_loaded(gate, caplog):
         backend = fake_backend(refuses="/secret/folder has no model_index.json")
         for _ in range(2):  # the second starts it anew
             listener = Listener()
-            backend.submit(PictureRequest("tile"), listener)
-            failed = await listener.until(Made, NotMade)
-            assert failed.kind == "unavailable" and "/secret" not in failed.message
+            backend.submit(DiffusionRequest("tile"), listener)
+            failure = (await listener.until(is_last)).failure
+            assert failure.kind == "unavailable" and "/secret" not in failure.message
         await backend.close()
 
     run(main())
@@ -376,25 +406,25 @@ def test_no_process_can_be_started(monkeypatch):
     async def main():
         backend, listener = fake_backend(), Listener()
         monkeypatch.setattr(subprocess, "Popen", no_more_files)
-        backend.submit(PictureRequest("tile"), listener)
-        assert (await listener.until(NotMade)).kind == "unavailable"
+        backend.submit(DiffusionRequest("tile"), listener)
+        assert (await listener.until(is_failed)).failure.kind == "unavailable"
         await backend.close()
 
     run(main())
 
 
 def test_the_process_ends_with_a_server_that_is_killed(tmp_path):
-    """Its socket closes: nothing is left, not even in the middle of a picture."""
+    """Its socket closes: nothing is left, not even in the middle of an image."""
     gate = Gate(tmp_path)
     code = f"""
 import asyncio, sys
-from fake_pictures import Gate, fake_backend
-from tilewright.diffusion.requests import Began, PictureRequest
+from fake_diffusion import Gate, fake_backend
+from tilewright.diffusion.requests import DiffusionRequest
 from types import SimpleNamespace
 
 async def main():
     backend = fake_backend(SimpleNamespace(path={gate.path!r}))
-    backend.submit(PictureRequest("tile"), lambda event: isinstance(event, Began) and print(backend.pid, flush=True))
+    backend.submit(DiffusionRequest("tile"), lambda progress: progress.start and print(backend.pid, flush=True))
     await asyncio.sleep(600)
 
 asyncio.run(main())

@@ -17,7 +17,7 @@ TRANSFORMER = {
     "axes_dims_rope": (4, 6, 6),
 }
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
-VISION_START, VISION_END, PICTURE = 259, 260, 261
+VISION_START, VISION_END, IMAGE = 259, 260, 261
 
 
 def make_tokenizer():
@@ -58,7 +58,7 @@ def make_text_encoder():
     config = transformers.Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
-        image_token_id=PICTURE,
+        image_token_id=IMAGE,
         video_token_id=271,
         vision_start_token_id=VISION_START,
         vision_end_token_id=VISION_END,
@@ -117,11 +117,11 @@ class Processor:
 
     def __init__(self):
         module = require("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-        self.pictures = module.Qwen2VLImageProcessorPil(patch_size=8, min_pixels=256, max_pixels=1 << 16)
+        self.images = module.Qwen2VLImageProcessorPil(patch_size=8, min_pixels=256, max_pixels=1 << 16)
         self.tokenizer = make_tokenizer()
 
     def __call__(self, text, images, padding, return_tensors):
-        found = self.pictures(images=images, return_tensors="pt")
+        found = self.images(images=images, return_tensors="pt")
         counts = (found["image_grid_thw"].prod(dim=1) // 4).tolist()
         pad, *rest = "<|image_pad|>", *text[0].split("<|image_pad|>")
         expanded = rest[0] + "".join(pad * count + after for count, after in zip(counts, rest[1:], strict=True))
@@ -143,21 +143,21 @@ def save_edit(folder, class_name, **transformer):
     )
     pipeline.save_pretrained(folder)
     # diffusers saves no processor that is not transformers' own.
-    pipeline.processor.pictures.save_pretrained(folder / "processor")
+    pipeline.processor.images.save_pretrained(folder / "processor")
     index = json.loads((folder / "model_index.json").read_text())
     index["processor"] = ["transformers", "Qwen2VLProcessor"]
     (folder / "model_index.json").write_text(json.dumps(index))
-    _say_where_pictures_are(pipeline.text_encoder)
+    _say_where_images_are(pipeline.text_encoder)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def _say_where_pictures_are(encoder):
-    """transformers 5 gives pictures positions in rows and columns, as the model was trained, only if it is told which
+def _say_where_images_are(encoder):
+    """transformers 5 gives images positions in rows and columns, as the model was trained, only if it is told which
     tokens are theirs. transformers 4 looked, and diffusers 0.42 relies on that."""
     forward = encoder.forward
 
     def told(input_ids, **options):
-        return forward(input_ids=input_ids, mm_token_type_ids=(input_ids == PICTURE).int(), **options)
+        return forward(input_ids=input_ids, mm_token_type_ids=(input_ids == IMAGE).int(), **options)
 
     encoder.forward = told

@@ -284,7 +284,7 @@ def test_incomplete_and_mismatched_projectors(network, tmp_path):
 
 
 def test_language_models_it_cannot_see_with(network, pair, tmp_path):
-    with pytest.raises(CheckpointError, match=r"mmproj-F32\.gguf is a projector of pictures \(mmproj\) alone"):
+    with pytest.raises(CheckpointError, match=r"mmproj-F32\.gguf is a projector of images \(mmproj\) alone"):
         open_checkpoint(tmp_path / "mmproj-F32.gguf")
     write_text(network, pair, extra=set_key("qwen3vl.rope.dimension_sections", [6, 5, 4, 1]))
     with pytest.raises(CheckpointError, match="has 1 on a fourth axis, expected 0"):

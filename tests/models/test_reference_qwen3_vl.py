@@ -26,12 +26,12 @@ def engine():
 @pytest.mark.parametrize("question", ["How many shapes are there?", "What does it say?"])
 @pytest.mark.parametrize("size", [None, (300, 190)], ids=["its own size", "resized"])
 def test_the_engine_computes_what_the_page_says(reference, engine, question, size, tmp_path):
-    picture = embedded.demo_file("demo.png")
+    image = embedded.demo_file("demo.png")
     if size is not None:
-        Image.open(picture).resize(size).save(picture := tmp_path / "resized.png")
+        Image.open(image).resize(size).save(image := tmp_path / "resized.png")
     model = reference["Checkpoint"].open(embedded.path("tiny_vl"))
-    ids, log_probs = reference["answer"](model, picture, question, MAX_TOKENS)
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
+    ids, log_probs = reference["answer"](model, image, question, MAX_TOKENS)
+    content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
     ours = engine.chat([{"role": "user", "content": content}], temperature=0, max_tokens=MAX_TOKENS, logprobs=1)
     assert tuple(ids[: len(ours.token_ids)]) == ours.token_ids
     # Resized pixels may differ by one in 255: the kernel rounds after each of its two passes.

@@ -11,7 +11,6 @@ from tiny_pipelines import Z_IMAGE, z_image_pipeline
 from torch_bf16 import quick_products
 
 from tilewright import Diffusion
-from tilewright.diffusion.components import Components
 from tilewright.diffusion.params import Cancelled
 from tilewright.diffusion.pipelines import open_pipeline
 from tilewright.layers.memory import StepCache
@@ -188,7 +187,7 @@ def test_two_ranks_make_what_one_makes(pair, diffusion, latents, guidance):
 
     def run(rank):
         try:
-            pipeline = open_pipeline(Components(pair[0], pack_cache=False, group=host.make_group(rank)))
+            pipeline = open_pipeline(pair[0], pack_cache=False, group=host.make_group(rank))
             results[rank] = pipeline.generate(pipeline.limits.params(PROMPTS[0], **settings))
         except Exception as error:
             errors.append(error)

@@ -49,7 +49,7 @@ def serving(
     make_backend: Callable,
     settings: ServerSettings | None = None,
     port: int = 0,
-    make_pictures: Callable = lambda: None,
+    make_diffusion: Callable = lambda: None,
 ) -> Iterator[Running]:
     """A Running server whose backends are made on the server's event loop; port 0: any free one."""
     started: list[Running] = []
@@ -57,7 +57,7 @@ def serving(
     server: list[uvicorn.Server] = []
 
     async def main() -> None:
-        backends, image_backends = ([one] if one else [] for one in (make_backend(), make_pictures()))
+        backends, image_backends = ([one] if one else [] for one in (make_backend(), make_diffusion()))
         handler = ApiHandler(settings or ServerSettings(), backends, image_backends)
         listener = socket.create_server(("127.0.0.1", port))
         server.append(uvicorn.Server(server_config(create_app(handler), handler.settings, handler.metrics)))

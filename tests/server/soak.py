@@ -37,12 +37,12 @@ class Request:
     leaves_after_bytes: int = 0  # of the answer; 0: reads it all
 
 
-def picture(seed: int, size: int = 32) -> bytes:
+def image(seed: int, size: int = 32) -> bytes:
     rng = random.Random(seed)
-    image = Image.new("RGB", (size, size), tuple(rng.randrange(256) for _ in range(3)))
-    image.putpixel((seed % size, seed % size), (0, 0, 0))
+    drawn = Image.new("RGB", (size, size), tuple(rng.randrange(256) for _ in range(3)))
+    drawn.putpixel((seed % size, seed % size), (0, 0, 0))
     file = io.BytesIO()
-    image.save(file, "PNG")
+    drawn.save(file, "PNG")
     return file.getvalue()
 
 
@@ -61,7 +61,7 @@ def heard(data: bytes) -> dict:
 
 def bomb() -> bytes:
     """A few bytes that say they are 60,000 x 60,000 pixels."""
-    data = bytearray(picture(0))
+    data = bytearray(image(0))
     data[16:24] = (60_000).to_bytes(4, "big") * 2
     return bytes(data)
 
@@ -91,13 +91,13 @@ KINDS: dict[str, Callable[[random.Random], Request]] = {
         COMPLETIONS,
         json.dumps({"prompt": text_of(rng), "max_tokens": 5, "temperature": 0, "echo": True, "logprobs": 1}).encode(),
     ),
-    "picture": lambda rng: Request("picture", CHAT, chat(rng, part(picture(rng.randrange(12))))),
-    "pictures": lambda rng: Request(
-        "pictures", CHAT, chat(rng, part(picture(rng.randrange(12))), part(picture(rng.randrange(12), 48)))
+    "image": lambda rng: Request("image", CHAT, chat(rng, part(image(rng.randrange(12))))),
+    "images": lambda rng: Request(
+        "images", CHAT, chat(rng, part(image(rng.randrange(12))), part(image(rng.randrange(12), 48)))
     ),
     "sound": lambda rng: Request("sound", CHAT, chat(rng, heard(sound(rng.randrange(12))))),
-    "sound and picture": lambda rng: Request(
-        "sound and picture", CHAT, chat(rng, heard(sound(rng.randrange(12), 0.4)), part(picture(rng.randrange(12))))
+    "sound and image": lambda rng: Request(
+        "sound and image", CHAT, chat(rng, heard(sound(rng.randrange(12), 0.4)), part(image(rng.randrange(12))))
     ),
     "no sound": lambda rng: Request("no sound", CHAT, chat(rng, heard(sound(1)[: rng.randrange(1, 44)])), 400),
     "json": lambda rng: Request(
@@ -110,14 +110,14 @@ KINDS: dict[str, Callable[[random.Random], Request]] = {
         "left in mid-stream", CHAT, chat(rng, stream=True, max_tokens=400, ignore_eos=True), None, rng.randrange(1, 900)
     ),
     "left before": lambda rng: Request(
-        "left before", CHAT, chat(rng, part(picture(rng.randrange(12))), max_tokens=400, ignore_eos=True), None, -1
+        "left before", CHAT, chat(rng, part(image(rng.randrange(12))), max_tokens=400, ignore_eos=True), None, -1
     ),
     "malformed": lambda rng: Request("malformed", CHAT, chat(rng)[: rng.randrange(1, 60)], 400),
     "mistyped": lambda rng: Request("mistyped", CHAT, chat(rng, temperature="warm"), 400),
     "oversized": lambda rng: Request("oversized", CHAT, chat(rng, user="x" * 300_000), 413),
     "too long": lambda rng: Request("too long", COMPLETIONS, json.dumps({"prompt": "tile " * 5000}).encode(), 400),
     "bomb": lambda rng: Request("bomb", CHAT, chat(rng, part(bomb())), 400),
-    "truncated": lambda rng: Request("truncated", CHAT, chat(rng, part(picture(rng.randrange(12))[:-30])), 400),
+    "truncated": lambda rng: Request("truncated", CHAT, chat(rng, part(image(rng.randrange(12))[:-30])), 400),
     "bad schema": lambda rng: Request(
         "bad schema", CHAT, chat(rng, response_format=json_format({"type": "x"})), 400
     ),

@@ -4,7 +4,7 @@
     python tests/server/soak_kills.py --minutes 3 --every 15
     python tests/server/soak_kills.py --minutes 5 --every 0            without kills
 
-starts two servers of the embedded models: one answers about pictures and draws, the other hears and speaks. Answers
+starts two servers of the embedded models: one answers about images and draws, the other hears and speaks. Answers
 must be those that the same requests got alone. Only what a kill or a stop of its own process cut may fail, with a 503
 or an error event that says so, and must succeed when it is sent again.
 """
@@ -30,22 +30,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import soak
-import soak_pictures
+import soak_images
 from processes import family_of, memory_bytes
 from soak_beside import Misbehaviour
 
 from tilewright.bench.http_client import Client, HttpError, ServerAddress
 from tilewright.inputs.isolation import main as decoder
-from tilewright.server.link import picture_process, service
+from tilewright.server.link import diffusion_process, service
 from tilewright.weights import embedded
 
 PROCESSES = {  # what of its command tells each
     "engine": service.__name__,
     "media decoder": decoder.__name__,
     "constraint sandbox": "engine.constraint.sandbox",
-    "picture worker": picture_process.__name__,
+    "diffusion worker": diffusion_process.__name__,
 }
-CUTS = {"engine", "picture worker"}  # whose end may cut requests; others are replaced within the request
+CUTS = {"engine", "diffusion worker"}  # whose end may cut requests; others are replaced within the request
 STOPPED_S = 3.0
 GRACE_S = 1.0  # after a process is back, for what waited
 LOST_AFTER_S = 180.0
@@ -63,9 +63,9 @@ TOOL_TEMPLATE = """{%- if tools -%}
 """
 
 
-def of_pictures(kind):
+def of_images(kind):
     def make(rng):
-        path, body, status = soak_pictures.KINDS[kind](rng)
+        path, body, status = soak_images.KINDS[kind](rng)
         leaves = rng.randrange(1, 200) if status is None else 0
         return soak.Request(f"drawing: {kind}", path, json.dumps(body).encode(), status, leaves)
 
@@ -83,10 +83,10 @@ def with_tools(rng):
     )
 
 
-HEARD = ("sound", "sound and picture", "no sound")
+HEARD = ("sound", "sound and image", "no sound")
 LOOKS = {
     **{kind: make for kind, make in soak.KINDS.items() if kind not in HEARD},
-    **{kind: of_pictures(kind) for kind in soak_pictures.KINDS if not kind.startswith("chat")},
+    **{kind: of_images(kind) for kind in soak_images.KINDS if not kind.startswith("chat")},
     "tools": with_tools,
 }
 LISTENS = {
@@ -224,21 +224,21 @@ class Site:
         """What an answer says, without what differs each time."""
         if request.path == SPEECH:
             return hashlib.sha256(body).hexdigest()
-        if request.path != soak_pictures.IMAGES:
+        if request.path != soak_images.IMAGES:
             body = re.sub(rb'"id": ?"call_\w+"', b'"id": ""', body)
             return soak.said(body.replace(b": reading\n\n", b""))
         if body.startswith((b"event:", b":")):
             events = [json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: ")]
             whole = [event["b64_json"] for event in events if event["type"].endswith("completed")]
             return [hashlib.sha256(one.encode()).hexdigest() for one in whole]
-        pictures = []
+        images = []
         for item in json.loads(body)["data"]:
             data = item.get("b64_json", "").encode()
             if "url" in item:
                 async with self.client.request("GET", "/" + item["url"].split("/", 3)[3]) as response:
-                    data = await response.read(soak_pictures.MAX_BYTES)
-            pictures.append(hashlib.sha256(data).hexdigest())
-        return pictures
+                    data = await response.read(soak_images.MAX_BYTES)
+            images.append(hashlib.sha256(data).hexdigest())
+        return images
 
     async def send(self, request):
         """(status, body, when its pieces came); the status is None where the client left."""
@@ -311,13 +311,13 @@ class Site:
 
     def _held(self):
         deadline_s = time.monotonic() + 60
-        while busy := [name for name in soak_pictures.IN_USE[:-1] if self.server.metrics().get(f"tilewright_{name}")]:
+        while busy := [name for name in soak_images.IN_USE[:-1] if self.server.metrics().get(f"tilewright_{name}")]:
             assert time.monotonic() < deadline_s, f"{self.name}: still in use: {busy}"
             time.sleep(0.1)
         time.sleep(6)  # connections that wait for another request are closed after 5 s
         pid = self.server.process.pid
         self.details = Counter(entry for one in family_of(pid) for entry in self.details_of(one))
-        return {**soak_pictures.left_behind(pid), "of the server": memory_bytes(pid)}
+        return {**soak_images.left_behind(pid), "of the server": memory_bytes(pid)}
 
     def details_of(self, pid):
         """What a process holds, by its kind: to tell what has grown."""
@@ -346,7 +346,7 @@ def error_of(status, body):
 
 async def keep_striking(sites, every_s, until_s):
     """One process after the other, in turns of kinds."""
-    targets = [(site, what) for site in sites for what in PROCESSES if site is sites[0] or what != "picture worker"]
+    targets = [(site, what) for site in sites for what in PROCESSES if site is sites[0] or what != "diffusion worker"]
     turns = itertools.cycle([(*target, number) for number in (signal.SIGKILL, signal.SIGSTOP) for target in targets])
     next_s = time.monotonic() + every_s / 2
     while next_s + 15 < until_s:  # what is struck last must be back before the end
@@ -403,7 +403,7 @@ def start(folder, num_clients, found):
 def unexpected(lines):
     """Errors in the log that no kill explains."""
     logged = [json.loads(line) for line in lines if line.startswith("{")]
-    known = re.compile(r"the (engine|image worker) ended \(signal SIGKILL\)")
+    known = re.compile(r"the (engine|diffusion worker) ended \(signal SIGKILL\)")
     return [line for line in logged if line["level"] in ("error", "critical") and not known.match(line["message"])]
 
 

@@ -44,7 +44,7 @@ EXPECTED = {
     "entries of `logit_bias`": f"{bodies.MAX_BIASES:,}",
     "a schema": f"{MAX_SOURCE_BYTES // MIB} MiB",
     "responses kept": f"{MAX_HISTORY_BYTES // MIB} MiB",
-    "pictures, videos": str(MEDIA_LIMITS.max_items),
+    "images, videos": str(MEDIA_LIMITS.max_items),
     "bytes of one": f"{MEDIA_LIMITS.max_bytes // MIB} MiB",
     "bytes of all": f"{MEDIA_LIMITS.max_total_bytes // MIB} MiB",
     "pixels": f"{MEDIA_LIMITS.max_pixels:,}",

@@ -222,12 +222,12 @@ def data_url(size=(32, 32), colour="red", form="PNG"):
     return f"data:image/{form.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def picture_part():
+def image_part():
     return {"type": "image_url", "image_url": {"url": data_url()}}
 
 
-def test_pictures(vision_server, vision_engine):
-    parts = [picture_part(), {"type": "text", "text": "Which colour?"}]
+def test_images(vision_server, vision_engine):
+    parts = [image_part(), {"type": "text", "text": "Which colour?"}]
     messages = [{"role": "user", "content": parts}]
     answer = complete(vision_server.client(), messages=messages, temperature=0)
     alone = vision_engine.chat(messages, max_tokens=12, temperature=0)
@@ -237,7 +237,7 @@ def test_pictures(vision_server, vision_engine):
     assert again.choices[0].message.content == alone.text
 
 
-def test_a_data_url_and_the_bytes_are_the_same_picture(vision_server, vision_engine):
+def test_a_data_url_and_the_bytes_are_the_same_image(vision_server, vision_engine):
     """The same answer, and the same key: the prefix cache has for one what was computed for the other."""
     question = {"type": "text", "text": "Which colour is it? " * 20}
 
@@ -277,7 +277,7 @@ def test_the_engine_process_sees_no_data_url(scripted):
 
 @pytest.mark.parametrize("text", ["not base64!", "QUJ", ""])
 def test_a_broken_data_url_is_named(vision_server, text):
-    parts = [picture_part(), {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}]
+    parts = [image_part(), {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}]
     with pytest.raises(openai.BadRequestError, match="image 2: ") as caught:
         complete(vision_server.client(), messages=[{"role": "user", "content": parts}])
     assert caught.value.param == "messages"
@@ -303,7 +303,7 @@ def test_a_broken_data_url_is_named(vision_server, text):
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tiler", "content": "hi"}]}, "tiler"),
         ({"messages": [{"role": "user", "content": "long " * 9000}]}, "45"),
-        ({"messages": [{"role": "user", "content": [picture_part()]}]}, "image 1"),
+        ({"messages": [{"role": "user", "content": [image_part()]}]}, "image 1"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, ""),
         ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "one of"),

@@ -25,7 +25,7 @@ from tilewright.cli import serve
 from tilewright.server.http.settings import ServerSettings
 
 PAGE = ROOT / "docs" / CLIENTS
-TEMPLATE = ROOT / "tests" / "data" / "qwen3_vl.jinja"  # knows tools, pictures and videos
+TEMPLATE = ROOT / "tests" / "data" / "qwen3_vl.jinja"  # knows tools, images and videos
 BASE_URL, KEY, MODEL = "http://127.0.0.1:8000", "secret", "Qwen3-VL-2B-Instruct"  # as the pages have them
 
 
@@ -59,7 +59,7 @@ def example_with(client, text):
     return found
 
 
-def picture():
+def image():
     """A small JPEG."""
     file = io.BytesIO()
     Image.linear_gradient("L").resize((48, 32)).convert("RGB").save(file, "JPEG")
@@ -69,7 +69,7 @@ def picture():
 @pytest.fixture
 def run_example(tmp_path, monkeypatch, capfd):
     """Runs an Example, in a folder with photo.jpg, against a server's address; returns what it printed."""
-    (tmp_path / "photo.jpg").write_bytes(picture())
+    (tmp_path / "photo.jpg").write_bytes(image())
     (tmp_path / ".curlrc").write_text("fail-with-body\nmax-time = 60\n")
 
     def run(example, url):
@@ -256,8 +256,8 @@ def test_open_webui_finds_the_model(web):
     assert model["id"] == MODEL and model["object"] == "model"
 
 
-def test_open_webui_streams_a_picture_and_its_own_fields_do_no_harm(web):
-    url = f"data:image/jpeg;base64,{base64.b64encode(picture()).decode()}"
+def test_open_webui_streams_an_image_and_its_own_fields_do_no_harm(web):
+    url = f"data:image/jpeg;base64,{base64.b64encode(image()).decode()}"
     parts = [{"type": "text", "text": "What is on it?"}, {"type": "image_url", "image_url": {"url": url}}]
     body = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]}
     body |= {"max_tokens": 40, "stop": ["<never>"], "top_k": 5, "seed": 3, "temperature": 0.7}

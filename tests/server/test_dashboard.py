@@ -11,7 +11,7 @@ from sources import ROOT
 
 from tilewright.engine.measure.stats import Stats
 from tilewright.server.http.metrics import Metrics
-from tilewright.server.link.pictures import PictureBackend
+from tilewright.server.link.diffusion import DiffusionBackend
 from tilewright.server.link.service import EngineService
 
 NAME = re.compile(r"tilewright_\w+")
@@ -22,13 +22,13 @@ ADDED_BY_PROMETHEUS = {"instance"}
 
 @pytest.fixture(scope="module")
 def exposed():
-    """All that /metrics can say, as text: with an engine and a worker for pictures, and after a request."""
+    """All that /metrics can say, as text: with an engine and a worker for images, and after a request."""
     engine = SimpleNamespace(stats=lambda: Stats(**dict.fromkeys(Stats.__dataclass_fields__, 1.0)))
     service = EngineService(engine, emit=print, limits=(1.0, 1.0))
     metrics = Metrics()
     metrics.count_request("/v1/completions", 200, 1.0)
-    pictures = PictureBackend("draw", {}, {}).stats()
-    return metrics.text(service.stats(), 0, pictures).decode()
+    diffusion = DiffusionBackend("draw", {}, {}).stats()
+    return metrics.text(service.stats(), 0, diffusion).decode()
 
 
 @pytest.fixture(scope="module")

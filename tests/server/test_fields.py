@@ -22,7 +22,7 @@ from sources import ROOT
 
 from tilewright.server.api import fields
 from tilewright.server.api.endpoints import ENDPOINTS, FILE_ENDPOINTS
-from tilewright.server.api.pictures.request import EditBody, ImageBody, VideoBody
+from tilewright.server.api.images.request import EditBody, ImageBody, VideoBody
 
 QUESTION = [{"role": "user", "content": "What is a tile?"}]
 TOOL = {"type": "function", "function": {"name": "lay_tile", "parameters": {"type": "object", "properties": {}}}}

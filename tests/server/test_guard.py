@@ -337,16 +337,16 @@ def test_what_is_fetched_counts_as_held(scripted, monkeypatch):
         running.client().chat.completions.create(model="", **BODY)
 
 
-def picture_request(num_bytes):
+def image_request(num_bytes):
     """(a data: URL of so many bytes, the messages that have it)"""
     url = "data:image/png;base64," + base64.b64encode(bytes(num_bytes)).decode()
     return url, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
 
 
-def test_a_decoded_picture_is_counted_instead_of_its_text(scripted):
-    """A body of 9,100 bytes and its picture of 6,750 are counted until it is decoded, then 6,850 bytes."""
+def test_a_decoded_image_is_counted_instead_of_its_text(scripted):
+    """A body of 9,100 bytes and its image of 6,750 are counted until it is decoded, then 6,850 bytes."""
     running, _ = scripted(settings=ServerSettings(max_held_bytes=25_000), holds_back=True, accepts=("image",))
-    _, messages = picture_request(6750)
+    _, messages = image_request(6750)
     client = running.client()
     streams = [client.chat.completions.create(model="", stream=True, messages=messages) for _ in range(2)]
     with pytest.raises(openai.RateLimitError, match="the limit is 25000"):
@@ -358,7 +358,7 @@ def test_a_decoded_picture_is_counted_instead_of_its_text(scripted):
 @pytest.mark.parametrize("num_bytes", [100, 2 << 20])
 def test_a_data_url_is_dropped_once_it_is_decoded(scripted, num_bytes):
     running, backend = scripted(holds_back=True, accepts=("image",))
-    url, messages = picture_request(num_bytes)
+    url, messages = image_request(num_bytes)
     stream = running.client().chat.completions.create(model="", stream=True, messages=messages)
     next(iter(stream))
     assert backend.requests[0].messages[0]["content"] == [{"type": "image", "image": bytes(num_bytes)}]

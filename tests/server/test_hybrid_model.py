@@ -1,4 +1,4 @@
-"""Qwen3.5 behind the server, as users start it: reasoning, pictures, video, turns, and clients that leave."""
+"""Qwen3.5 behind the server, as users start it: reasoning, images, video, turns, and clients that leave."""
 
 import base64
 import json
@@ -86,7 +86,7 @@ def test_a_stream_is_the_answer_in_pieces(client, extra):
     assert "".join(reasoning_of(piece) for piece in pieces) == reasoning_of(whole)
 
 
-def test_pictures_and_a_video_are_seen(client, tmp_path):
+def test_images_and_a_video_are_seen(client, tmp_path):
     clip = base64.b64encode(write_clip(tmp_path / "clip.mp4", 30)).decode()
     video = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{clip}"}}
     parts = [[], [image(40, 56, 1)], [image(40, 56, 2)], [video]]
@@ -154,4 +154,4 @@ def test_what_is_refused(client, message, words):
 
 def test_a_placeholder_in_the_text_of_a_message_is_text(client):
     placeholder, word = (complete(client, user(text(f"see {it}"))).usage.prompt_tokens for it in ("<|image_pad|>", "x"))
-    assert placeholder > word  # its letters, not one token that a picture would have to stand for
+    assert placeholder > word  # its letters, not one token that an image would have to stand for

@@ -1,4 +1,4 @@
-"""/v1/images over HTTP, with OpenAI's client, in front of a process that makes fake pictures."""
+"""/v1/images over HTTP, with OpenAI's client, in front of a process that makes fake images."""
 
 import asyncio
 import base64
@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import openai
 import pytest
-import soak_pictures
+import soak_images
 from conftest import ScriptedBackend, serving
-from fake_pictures import NAME, fake_backend
+from fake_diffusion import NAME, fake_backend
 from page_browser import png
 from PIL import Image
 from processes import family_of
@@ -39,13 +39,13 @@ WAIT_S = 60
 
 @pytest.fixture
 def serve():
-    """Makes servers for chat and pictures: serve(gate, settings, max_queue, **options of the fake) -> Running."""
+    """Makes servers for chat and images: serve(gate, settings, max_queue, **options of the fake) -> Running."""
     with contextlib.ExitStack() as stack:
 
         def make(gate=None, settings=None, max_queue=16, **options):
             return stack.enter_context(
                 serving(
-                    ScriptedBackend, settings, make_pictures=lambda: fake_backend(gate, max_queue=max_queue, **options)
+                    ScriptedBackend, settings, make_diffusion=lambda: fake_backend(gate, max_queue=max_queue, **options)
                 )
             )
 
@@ -54,8 +54,8 @@ def serve():
 
 @pytest.fixture(scope="module")
 def ready():
-    """A server whose pictures come at once; one for all tests that only ask."""
-    with serving(ScriptedBackend, make_pictures=lambda: fake_backend(takes_image=True)) as running:
+    """A server whose images come at once; one for all tests that only ask."""
+    with serving(ScriptedBackend, make_diffusion=lambda: fake_backend(takes_image=True)) as running:
         running.client().images.generate(prompt="warm")
         yield running
 
@@ -63,12 +63,12 @@ def ready():
 @pytest.fixture(scope="module")
 def plain():
     """The same, for a model that accepts text only."""
-    with serving(ScriptedBackend, make_pictures=fake_backend) as running:
+    with serving(ScriptedBackend, make_diffusion=fake_backend) as running:
         running.client().images.generate(prompt="warm")
         yield running
 
 
-def picture(data):
+def image(data):
     return Image.open(io.BytesIO(base64.b64decode(data)))
 
 
@@ -87,7 +87,7 @@ def until(holds):
     raise AssertionError("it does not hold")
 
 
-def test_pictures_of_a_prompt(ready):
+def test_images_of_a_prompt(ready):
     answer = ready.client().images.generate(
         model=NAME,
         prompt="a red tile",
@@ -97,29 +97,29 @@ def test_pictures_of_a_prompt(ready):
     )
     assert answer.size == "32x16" and answer.output_format == "png" and answer.created > 0
     first, second = answer.data
-    assert picture(first.b64_json).size == (32, 16) and first.b64_json != second.b64_json
+    assert image(first.b64_json).size == (32, 16) and first.b64_json != second.b64_json
     assert first.settings["seed"] == 7 and first.settings["num_steps"] == 3 and first.settings["prompt"] == "a red tile"
     assert settings_of(base64.b64decode(second.b64_json))["seed"] == 8
     assert answer.timings["step_s"] == pytest.approx(0.1) and answer.timings["total_s"] > 0
     again = ready.client().images.generate(prompt="a red tile", size="32x16", extra_body={"seed": 8})
-    assert np.array_equal(picture(again.data[0].b64_json), picture(second.b64_json))
+    assert np.array_equal(image(again.data[0].b64_json), image(second.b64_json))
 
 
 def test_formats_and_sizes(ready):
     client = ready.client()
     for name in ("jpeg", "webp", "png"):
         answer = client.images.generate(prompt="tile", output_format=name, size="auto", output_compression=50)
-        assert picture(answer.data[0].b64_json).format == name.upper()
-        assert picture(answer.data[0].b64_json).size == (64, 48)
+        assert image(answer.data[0].b64_json).format == name.upper()
+        assert image(answer.data[0].b64_json).size == (64, 48)
 
 
-def test_a_stream_has_previews_and_the_picture(ready):
+def test_a_stream_has_previews_and_the_image(ready):
     events = list(ready.client().images.generate(prompt="tile", stream=True, partial_images=3, extra_body={"seed": 1}))
     assert [event.type for event in events] == ["image_generation.partial_image"] * 3 + ["image_generation.completed"]
     assert [event.partial_image_index for event in events[:3]] == [0, 1, 2]
     assert [event.step for event in events[:3]] == [1, 2, 3] and events[0].num_steps == 4
-    assert picture(events[0].b64_json).format == "JPEG" == events[0].output_format.upper()
-    assert picture(events[-1].b64_json).size == (64, 48) and events[-1].size == "64x48"
+    assert image(events[0].b64_json).format == "JPEG" == events[0].output_format.upper()
+    assert image(events[-1].b64_json).size == (64, 48) and events[-1].size == "64x48"
     assert events[-1].settings["seed"] == 1
 
 
@@ -130,12 +130,12 @@ def test_progress_is_told_on_request(ready):
     told = [event for event in events if event.type == "image_generation.progress"]
     assert [event.step for event in told if event.status == "in_progress"] == [0, 1, 2]
     began = next(event for event in told if event.status == "in_progress")
-    assert (began.expected_s, began.expected_from) == (1.0, "as FakePictures says")
+    assert (began.expected_s, began.expected_from) == (1.0, "as FakeDiffusion says")
     assert told[0].status == "queued"
     assert [event.image_index for event in events if event.type == "image_generation.completed"] == [0, 1]
 
 
-def test_a_picture_by_url(serve):
+def test_an_image_by_url(serve):
     running = serve(settings=ServerSettings(api_keys=("secret",)))
     client = running.client(api_key="secret")
     answer = client.images.generate(prompt="tile", response_format="url", output_format="webp")
@@ -149,7 +149,7 @@ def test_a_picture_by_url(serve):
     behind_tls = client.with_options(default_headers={"x-forwarded-proto": "https"})
     answer = behind_tls.images.generate(prompt="tile", response_format="url")
     assert answer.data[0].url.startswith(f"{running.url.replace('http:', 'https:')}/made/")
-    store = running.handler.pictures.results
+    store = running.handler.diffusion.results
     assert store.size_bytes > 0
     running.loop.call_soon_threadsafe(store._expire)  # nothing is due yet
     for name in list(store._kept):
@@ -185,7 +185,7 @@ def test_a_picture_by_url(serve):
         ({"prompt": 7}, "prompt", "prompt is 7"),
         ({"output_format": "gif"}, "output_format", "output_format is 'gif'"),
         ({"response_format": "file"}, "response_format", "response_format is 'file'"),
-        ({"background": "transparent"}, "background", "pictures are opaque"),
+        ({"background": "transparent"}, "background", "images are opaque"),
         ({"partial_images": 4, "stream": True}, "partial_images", "partial_images is 4"),
         ({"partial_images": 1}, "partial_images", "expected stream"),
     ],
@@ -216,9 +216,9 @@ def test_models_and_their_abilities(ready, scripted):
     )
     assert drawing.limits["default_size"] == "64x48" and drawing.limits["max_steps"] == 50
     assert ready.client().models.retrieve(NAME).id == NAME
-    with pytest.raises(openai.NotFoundError, match="makes pictures only"):
+    with pytest.raises(openai.NotFoundError, match="makes images only"):
         ready.client().chat.completions.create(model=NAME, messages=[{"role": "user", "content": "hi"}])
-    with pytest.raises(openai.NotFoundError, match="makes no pictures here"):
+    with pytest.raises(openai.NotFoundError, match="makes no images here"):
         ready.client().images.generate(model="scripted", prompt="tile")
     running, _ = scripted()
     assert [model.id for model in running.client().models.list()] == ["scripted"]
@@ -227,21 +227,21 @@ def test_models_and_their_abilities(ready, scripted):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_first_picture_that_cannot_be_made_is_refused(stream):
+def test_the_first_image_that_cannot_be_made_is_refused(stream):
     """Before the model's process has started nobody knows its sizes."""
-    with serving(lambda: None, make_pictures=fake_backend) as running:
+    with serving(lambda: None, make_diffusion=fake_backend) as running:
         with pytest.raises(openai.BadRequestError, match="width is 33, expected a multiple of 16"):
             running.client().images.generate(prompt="tile", size="33x16", stream=stream)
         events = running.client().images.generate(prompt="tile", size="32x16", stream=True)
         assert [event.type for event in events][-1] == "image_generation.completed"
 
 
-def test_pictures_only():
-    with serving(lambda: None, make_pictures=fake_backend) as running:
+def test_images_only():
+    with serving(lambda: None, make_diffusion=fake_backend) as running:
         assert urllib.request.urlopen(f"{running.url}/health", timeout=WAIT_S).status == 200
         (model,) = running.client().models.list().data
         assert model.id == NAME and model.limits is None and running.handler.served.image_models[0].backend.pid is None
-        with pytest.raises(openai.NotFoundError, match="makes pictures only"):
+        with pytest.raises(openai.NotFoundError, match="makes images only"):
             running.client().chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
         assert metric(running, "tilewright_picture_worker_ready") == 0
         assert running.client().images.generate(prompt="tile").data
@@ -262,12 +262,12 @@ def test_edits_take_a_form_or_a_url(ready):
     client = ready.client()
     red = png(20, 20, "#ff0000")
     answer = client.images.edit(image=("red.png", red), prompt="more", size="16x16", extra_body={"seed": "3"})
-    assert np.asarray(picture(answer.data[0].b64_json))[0, 0].tolist() == [255, 0, 0]
+    assert np.asarray(image(answer.data[0].b64_json))[0, 0].tolist() == [255, 0, 0]
     assert answer.data[0].settings["seed"] == 3
     url = f"data:image/png;base64,{base64.b64encode(red).decode()}"
     for fields in ({"image": url}, {"images": [{"image_url": url}]}):
         answer = client.post("/images/edits", body={"prompt": "more", **fields}, cast_to=object)
-        assert np.asarray(picture(answer["data"][0]["b64_json"]))[0, 0].tolist() == [255, 0, 0]
+        assert np.asarray(image(answer["data"][0]["b64_json"]))[0, 0].tolist() == [255, 0, 0]
     events = list(client.images.edit(image=red, prompt="more", stream=True, partial_images=1))
     assert [event.type for event in events] == ["image_edit.partial_image", "image_edit.completed"]
 
@@ -286,7 +286,7 @@ def test_edits_take_a_form_or_a_url(ready):
         ({"image": "data:,a", "mask": "data:,b"}, "mask", "mask"),
     ],
 )
-def test_pictures_to_edit_pass_the_gate(ready, fields, param, message):
+def test_images_to_edit_pass_the_gate(ready, fields, param, message):
     with pytest.raises(openai.BadRequestError, match=message) as caught:
         ready.client().post("/images/edits", body={"prompt": "more", **fields}, cast_to=object)
     assert caught.value.param == param
@@ -307,7 +307,7 @@ def test_a_killed_worker_gives_a_503_and_another_one_works(serve, gate):
         waiting = pool.submit(lambda: client.images.generate(prompt="tile"))
         until(lambda: metric(running, "tilewright_pictures_waiting") == 1)
         os.kill(running.handler.served.image_models[0].backend.pid, signal.SIGKILL)
-        with pytest.raises(openai.APIError, match=r"the image worker ended \(signal SIGKILL\) and is being restarted"):
+        with pytest.raises(openai.APIError, match=r"the diffusion worker ended \(signal SIGKILL\)"):
             list(stream)
         gate.open(4)
         assert waiting.result(WAIT_S).data  # it waited for the new one
@@ -376,7 +376,7 @@ def test_a_full_queue_is_a_429(serve, gate):
     assert metric(running, "tilewright_requests_refused_total") == 1  # the video was refused before it was queued
 
 
-def test_a_client_that_leaves_cancels_its_picture(serve, gate):
+def test_a_client_that_leaves_cancels_its_image(serve, gate):
     running = serve(gate)
     port = int(running.url.rsplit(":", 1)[1])
     body = json.dumps({"prompt": "tile", "steps": 50, "stream": True, "progress": True})
@@ -397,12 +397,12 @@ def test_a_client_that_leaves_cancels_its_picture(serve, gate):
 
 
 def test_what_takes_longer_than_a_request_may_is_refused_at_once(serve, gate):
-    """The first step of a picture waits for the gate: nothing is answered because it was made."""
+    """The first step of an image waits for the gate: nothing is answered because it was made."""
     running = serve(gate, ServerSettings(request_timeout_s=20.0))
     client = running.client(max_retries=0)
     message = (
-        r"size: 512x256 takes about 85 s here \(as FakePictures says\), longer than the 20 s that this server allows a "
-        r"request \(--request-timeout\); the largest that fit are 240x128 or 160x160$"
+        r"size: 512x256 takes about 85 s here \(as FakeDiffusion says\), longer than the 20 s that this server allows "
+        r"a request \(--request-timeout\); the largest that fit are 240x128 or 160x160$"
     )
     for more in ({}, {"stream": True}):
         with pytest.raises(openai.BadRequestError, match=message) as caught:
@@ -483,7 +483,7 @@ def test_bodies_of_other_types(ready):
         assert caught.value.code == 400 and "error" in json.loads(caught.value.read())
 
 
-def test_a_hundred_requests_of_chat_and_pictures_leave_nothing_behind(serve, tmp_path, monkeypatch):
+def test_a_hundred_requests_of_chat_and_images_leave_nothing_behind(serve, tmp_path, monkeypatch):
     """On the whole server: test_soak.py, and python tests/server/soak_kills.py."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     running = serve(settings=ServerSettings(idle_timeout_s=0.1))
@@ -493,15 +493,15 @@ def test_a_hundred_requests_of_chat_and_pictures_leave_nothing_behind(serve, tmp
         until(
             lambda: metric(running, "tilewright_pictures_running") + metric(running, "tilewright_pictures_waiting") == 0
         )
-        seen = soak_pictures.left_behind(os.getpid())
+        seen = soak_images.left_behind(os.getpid())
         return seen["processes"], seen["files"]
 
-    asyncio.run(soak_pictures.run(running.url, 2 * len(soak_pictures.KINDS), 2))
+    asyncio.run(soak_images.run(running.url, 2 * len(soak_images.KINDS), 2))
     before = held()
-    statuses, wrong = asyncio.run(soak_pictures.run(running.url, 100, 8, seed=1))
+    statuses, wrong = asyncio.run(soak_images.run(running.url, 100, 8, seed=1))
     assert not wrong and sum(statuses.values()) == 100
     until(lambda: held() <= before)
-    assert not running.handler.pictures._streams and not running.handler._answers
+    assert not running.handler.diffusion._streams and not running.handler._answers
     assert not list(tmp_path.iterdir())
     assert metric(running, "tilewright_picture_worker_restarts_total") == 0
 
@@ -519,7 +519,7 @@ def test_the_whole_server_with_a_pipeline(tmp_path):
         assert len(family_of(server.process.pid)) == 1 + len(family_of(server.engine_pid()))  # no worker yet
         fields = {"prompt": "a red circle", "size": "32x16", "extra_body": {"seed": 5, "steps": 2}}
         (made,) = client.images.generate(**fields).data
-        assert picture(made.b64_json).size == (32, 16) and made.settings["model"] == "tiny-z-image"
+        assert image(made.b64_json).size == (32, 16) and made.settings["model"] == "tiny-z-image"
         events = list(client.images.generate(**fields, stream=True, partial_images=1))
         assert [event.type for event in events] == ["image_generation.partial_image", "image_generation.completed"]
         assert events[-1].b64_json == made.b64_json  # the same seed

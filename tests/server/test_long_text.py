@@ -58,8 +58,8 @@ def test_a_prompt_that_is_a_little_too_long_has_the_same_code_and_words(chat_ser
     assert re.match(WORDS, error_of(text)["message"])
 
 
-def test_so_has_one_whose_pictures_are_too_long(vision_server, vision_engine):
-    """The text alone fits, and its pictures alone do."""
+def test_so_has_one_whose_images_are_too_long(vision_server, vision_engine):
+    """The text alone fits, and its images alone do."""
     num_tokens = vision_engine.text_limits.max_context - 200
     words = "a" * num_tokens
     assert len(vision_engine.loaded.tokenizer.encode(words)) <= num_tokens

@@ -62,7 +62,7 @@ def test_a_microphone_that_is_refused(speaking, visits):
 def test_a_sound_file_is_sent_as_it_is(speaking, visits):
     running, backend = speaking
     page = visits.open(running.url)
-    assert page.get_by_role("button", name="Add pictures and sound").count() == 1
+    assert page.get_by_role("button", name="Add images and sound").count() == 1
     file = io.BytesIO()
     with wave.open(file, "wb") as sound:
         sound.setnchannels(1)

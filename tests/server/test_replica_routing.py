@@ -29,7 +29,7 @@ def user(content):
     return {"role": "user", "content": content}
 
 
-def picture(data, text="What is on it?"):
+def image(data, text="What is on it?"):
     return user([{"type": "image", "image": data}, {"type": "text", "text": text}])
 
 
@@ -67,12 +67,12 @@ def test_long_texts_differ_where_they_differ():
     assert common(EngineRequest(token_ids=ids), EngineRequest(token_ids=[*ids[:2000], 7, *ids[2001:]])) > 2
 
 
-def test_pictures_count_by_content():
+def test_images_count_by_content():
     one, other = bytes(300_000), bytes(299_999) + b"x"
-    assert common(EngineRequest(messages=[picture(one)]), EngineRequest(messages=[picture(one, "Why?")])) == 1
-    assert common(EngineRequest(messages=[picture(one)]), EngineRequest(messages=[picture(other)])) == 0
+    assert common(EngineRequest(messages=[image(one)]), EngineRequest(messages=[image(one, "Why?")])) == 1
+    assert common(EngineRequest(messages=[image(one)]), EngineRequest(messages=[image(other)])) == 0
     longer = bytes(2 * END_BYTES + 1)
-    assert common(EngineRequest(messages=[picture(longer)]), EngineRequest(messages=[picture(longer + b"\0")])) == 0
+    assert common(EngineRequest(messages=[image(longer)]), EngineRequest(messages=[image(longer + b"\0")])) == 0
 
 
 def test_tools_and_template_arguments_come_first():

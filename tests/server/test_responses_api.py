@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from test_chat_completions import picture_part
+from test_chat_completions import image_part
 
 TOOL = {
     "type": "function",
@@ -85,12 +85,12 @@ def test_json(client):
     assert isinstance(json.loads(answer.output_text)["large"], bool)
 
 
-def test_pictures(vision_server):
-    url = picture_part()["image_url"]["url"]
+def test_images(vision_server):
+    url = image_part()["image_url"]["url"]
     parts = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "Which colour?"}]
     client = vision_server.client()
     answer = respond(client, [{"role": "user", "content": parts}])
-    messages = [{"role": "user", "content": [picture_part(), {"type": "text", "text": "Which colour?"}]}]
+    messages = [{"role": "user", "content": [image_part(), {"type": "text", "text": "Which colour?"}]}]
     chat = client.chat.completions.create(model="", messages=messages, max_tokens=12, temperature=0)
     assert answer.output_text == chat.choices[0].message.content
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ScriptedBackend
-from fake_pictures import LIMITS
+from fake_diffusion import LIMITS
 
 from tilewright.server.api.served import ImageModel, Served, TextModel
 from tilewright.server.http.errors import ApiError
@@ -53,12 +53,12 @@ def test_the_model_that_draws():
     ("find", "status", "words"),
     [
         (lambda: SERVED.find_text("other"), 404, "there is no model 'other' here, only 'plain' or 'omni'"),
-        (lambda: SERVED.find_text("drawing"), 404, "'drawing' makes pictures only, use 'plain' or 'omni'"),
+        (lambda: SERVED.find_text("drawing"), 404, "'drawing' makes images only, use 'plain' or 'omni'"),
         (lambda: SERVED.find_text("plain", "speak"), 400, "plain does not speak"),
         (lambda: SERVED.find_text("plain", "hear"), 400, "plain accepts text only"),
-        (lambda: SERVED.find_image("plain"), 404, "'plain' makes no pictures here, only 'drawing' or 'painting' does"),
+        (lambda: SERVED.find_image("plain"), 404, "'plain' makes no images here, only 'drawing' or 'painting' does"),
         (lambda: SERVED.find("other"), 404, "there is no model 'other'"),
-        (lambda: Served([], [DRAWING]).find_text(None), 404, "makes pictures only"),
+        (lambda: Served([], [DRAWING]).find_text(None), 404, "makes images only"),
         (lambda: Served([PLAIN]).find_image(None), 404, "without --image-model"),
     ],
 )

@@ -7,7 +7,7 @@ import time
 import pytest
 import soak
 import soak_beside
-import soak_pictures
+import soak_images
 from processes import family_of, memory_bytes
 from serve_process import ServerProcess
 from tiny_checkpoint import write_omni_model, write_vision_model
@@ -68,8 +68,8 @@ def test_streams_beside_clients_that_misbehave(tmp_path):
         server.end()
 
 
-def test_chat_and_pictures_leave_nothing_behind(tmp_path):
-    """The whole server, its engine and its picture worker. For longer: python tests/server/soak_kills.py."""
+def test_chat_and_images_leave_nothing_behind(tmp_path):
+    """The whole server, its engine and its diffusion worker. For longer: python tests/server/soak_kills.py."""
     z_image_pipeline(tmp_path / "pipeline")
     (temporary := tmp_path / "temporary").mkdir()
     chat, flags = write_vision_model(tmp_path / "chat"), ("--image-model", str(tmp_path / "pipeline"))
@@ -78,17 +78,17 @@ def test_chat_and_pictures_leave_nothing_behind(tmp_path):
     def held():
         """Memory apart: it still grows up to the size of what is cached. Streams that were left end within a step."""
         deadline = time.monotonic() + 30
-        while any(soak_pictures.in_use(server.url).values()):
-            assert time.monotonic() < deadline, soak_pictures.in_use(server.url)
+        while any(soak_images.in_use(server.url).values()):
+            assert time.monotonic() < deadline, soak_images.in_use(server.url)
             time.sleep(0.05)
-        found = soak_pictures.left_behind(server.process.pid)
+        found = soak_images.left_behind(server.process.pid)
         return {name: found[name] for name in ("processes", "threads", "files", "shared")}
 
     try:
-        asyncio.run(soak_pictures.run(server.url, 2 * len(soak_pictures.KINDS), 8))
+        asyncio.run(soak_images.run(server.url, 2 * len(soak_images.KINDS), 8))
         before = held()
-        statuses, wrong = asyncio.run(soak_pictures.run(server.url, 5 * len(soak_pictures.KINDS), 8, seed=1))
-        assert not wrong and statuses.total() == 5 * len(soak_pictures.KINDS)
+        statuses, wrong = asyncio.run(soak_images.run(server.url, 5 * len(soak_images.KINDS), 8, seed=1))
+        assert not wrong and statuses.total() == 5 * len(soak_images.KINDS)
         deadline = time.monotonic() + 30
         while any(after > before[name] for name, after in held().items()):  # until idle connections are closed
             assert time.monotonic() < deadline, (before, held())

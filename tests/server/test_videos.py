@@ -11,13 +11,13 @@ import av
 import openai
 import pytest
 from conftest import ScriptedBackend, serving
-from fake_pictures import NAME, fake_backend
+from fake_diffusion import NAME, fake_backend
 from page_browser import png
 from test_images import WAIT_S, metric, until
 
-from tilewright.diffusion.requests import PictureRequest
-from tilewright.server.api.pictures import jobs as videos
-from tilewright.server.api.pictures.jobs import ResultStore
+from tilewright.diffusion.requests import DiffusionRequest
+from tilewright.server.api.images import jobs as videos
+from tilewright.server.api.images.jobs import ResultStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
 
@@ -28,7 +28,7 @@ def serve():
 
         def make(gate=None, **options):
             options = {"max_frames": 33, "takes_image": True, **options}
-            return stack.enter_context(serving(ScriptedBackend, make_pictures=lambda: fake_backend(gate, **options)))
+            return stack.enter_context(serving(ScriptedBackend, make_diffusion=lambda: fake_backend(gate, **options)))
 
         yield make
 
@@ -64,19 +64,19 @@ def test_a_video_from_its_creation_to_its_deletion(serve, gate):
     assert metric(running, "tilewright_videos_total") == 1
     deleted = client.videos.delete(job.id)
     assert deleted.deleted and deleted.object == "video.deleted" and deleted.id == job.id
-    assert running.handler.pictures.results.size_bytes == 0
+    assert running.handler.diffusion.results.size_bytes == 0
     for gone in (client.videos.retrieve, client.videos.delete, client.videos.download_content):
         with pytest.raises(openai.NotFoundError, match="there is no video"):
             gone(job.id)
 
 
-def test_a_video_begins_with_a_picture(serve):
+def test_a_video_begins_with_an_image(serve):
     client = serve().client()
     job = client.videos.create(prompt="turn", size="32x32", input_reference=("red.png", png(32, 32, "#ff0000")))
     until(lambda: client.videos.retrieve(job.id).status == "completed")
     pixel = frames(client.videos.download_content(job.id).read())[-1][16, 16]
     assert pixel[0] > 240 and max(pixel[1:]) < 20
-    bad = client.videos.create(prompt="turn", input_reference=("red.png", b"no picture"))
+    bad = client.videos.create(prompt="turn", input_reference=("red.png", b"no image"))
     until(lambda: client.videos.retrieve(bad.id).status == "failed")
     assert "not an image" in client.videos.retrieve(bad.id).error.message
     with pytest.raises(openai.BadRequestError, match="the video failed"):
@@ -111,7 +111,7 @@ def test_deleting_gives_back_what_the_request_holds_once():
     released = []
     jobs = videos.VideoJobs(lambda request, listener, expected_s: lambda: None, ResultStore())
     job = videos.VideoJob(NAME, "turn", "auto", "auto")
-    jobs.create(job, PictureRequest("turn"), lambda: released.append(job.id))
+    jobs.create(job, DiffusionRequest("turn"), lambda: released.append(job.id))
     jobs.delete(job.id)
     jobs.close()
     assert released == [job.id]
@@ -138,7 +138,7 @@ def test_lists_and_bounds(serve, monkeypatch):
     page = client.videos.list(limit=2, order="asc")
     assert [job.id for job in page.data] == ids[1:3] and page.has_more
     assert [job.id for job in client.videos.list(limit=2, order="asc", after=ids[2]).data] == ids[3:]
-    store = running.handler.pictures.results
+    store = running.handler.diffusion.results
     running.loop.call_soon_threadsafe(store.drop, next(iter(store._kept)))
     with pytest.raises(openai.NotFoundError, match="not kept any more"):
         client.videos.download_content(ids[1])
@@ -169,15 +169,15 @@ def test_wrong_requests_are_refused_by_name(ready, fields, param, message):
 
 @pytest.fixture(scope="module")
 def ready():
-    with serving(ScriptedBackend, make_pictures=lambda: fake_backend(max_frames=33, takes_image=True)) as running:
+    with serving(ScriptedBackend, make_diffusion=lambda: fake_backend(max_frames=33, takes_image=True)) as running:
         running.client().images.generate(prompt="warm")
         yield running
 
 
 def test_a_model_of_stills_makes_no_video():
-    with serving(ScriptedBackend, make_pictures=fake_backend) as running:
+    with serving(ScriptedBackend, make_diffusion=fake_backend) as running:
         running.client().images.generate(prompt="warm")
-        with pytest.raises(openai.BadRequestError, match="makes pictures, not videos"):
+        with pytest.raises(openai.BadRequestError, match="makes images, not videos"):
             running.client().videos.create(prompt="tile")
 
 
@@ -194,7 +194,7 @@ def test_the_first_video_that_cannot_be_made_is_refused(serve):
 def test_a_video_of_a_model_that_cannot_be_loaded(serve):
     client = serve(refuses="it is no model").client()
     for _ in range(2):  # each tries again
-        with pytest.raises(openai.InternalServerError, match="the image worker cannot be started") as caught:
+        with pytest.raises(openai.InternalServerError, match="the diffusion worker cannot be started") as caught:
             client.videos.create(prompt="a tile")
         assert caught.value.status_code == 503
     assert not client.videos.list().data

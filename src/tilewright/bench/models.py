@@ -18,10 +18,10 @@ if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help is fast
 WHAT = {
     "decode": "tokens per second of one answer, and the share of the read bandwidth",
     "prefill": "tokens per second of one prompt, and the share of a large matrix product's speed",
-    "picture": "time to the first token of a question about a picture, and its parts",
+    "picture": "time to the first token of a question about an image, and its parts",
     "batch": "many requests at once, then the same requests from the caches",
 }
-DEFAULTS = {  # prompt tokens, new tokens, size of pictures
+DEFAULTS = {  # prompt tokens, new tokens, size of images
     "decode": (128, 64, None),
     "prefill": (1024, 1, None),
     "picture": (16, 1, (1024, 1024)),
@@ -50,7 +50,7 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
         if name == "batch":
             _number(parser, "--batch", 8, "requests at once")
         if size:
-            help_text = f"size of the pictures (default {size[0]}x{size[1]})"
+            help_text = f"size of the images (default {size[0]}x{size[1]})"
             parser.add_argument("--size", type=report.size, default=size, metavar="WxH", help=help_text)
         _number(parser, "--rounds", 5, "number of measurements")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the results and the machine")

@@ -63,7 +63,7 @@ def costs(engine: Engine) -> Costs:
 
 
 class Prompts:
-    """Makes prompts and pictures that differ in every round, so that no cache has them."""
+    """Makes prompts and images that differ in every round, so that no cache has them."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -75,13 +75,13 @@ class Prompts:
     def ids(self, count: int, *seed: int) -> list[int]:
         return np.random.default_rng(seed).integers(*self.id_range, count).tolist()
 
-    def ids_with_picture(self, count: int, *seed: int) -> list[int]:
+    def ids_with_image(self, count: int, *seed: int) -> list[int]:
         if not self.image_token_ids:
-            raise RequestError(f"{self.engine.loaded.name} accepts text only, expected a model that accepts pictures")
+            raise RequestError(f"{self.engine.loaded.name} accepts text only, expected a model that accepts images")
         return [*self.image_token_ids, *self.ids(count, *seed)]
 
-    def picture(self, size: tuple[int, int], *seed: int) -> Image.Image:
-        """Return a picture of gradients with noise."""
+    def image(self, size: tuple[int, int], *seed: int) -> Image.Image:
+        """Return an image of gradients with noise."""
         width, height = size
         random = np.random.default_rng(seed)
         corners = random.uniform(0, 255, (2, 2, 3)).astype(np.uint8)
@@ -137,17 +137,17 @@ def prefill(engine: Engine, options: argparse.Namespace) -> Measure:
     return measure
 
 
-def picture(engine: Engine, options: argparse.Namespace) -> Measure:
+def image_question(engine: Engine, options: argparse.Namespace) -> Measure:
     """Measure seconds to the first token. Preprocessing and vision are timed separately; prefill is the rest."""
     prompts = Prompts(engine)
-    prompts.ids_with_picture(1, 0)  # fails at once if the model accepts no pictures
+    prompts.ids_with_image(1, 0)  # fails at once if the model accepts no images
     loaded, count = engine.loaded, options.prompt_tokens
     buffer = loaded.processor.media_buffer
-    assert buffer is not None, "a model that accepts pictures has a buffer for them"
+    assert buffer is not None, "a model that accepts images has a buffer for them"
 
     @torch.inference_mode()
     def parts(number: int) -> tuple[float, float]:
-        image, ids = prompts.picture(options.size, number, 1), prompts.ids_with_picture(count, number, 1)
+        image, ids = prompts.image(options.size, number, 1), prompts.ids_with_image(count, number, 1)
         begin = perf_counter()
         inputs = loaded.processor.prompt(token_ids=ids, media=[{"type": "image", "image": image}])
         prepared = perf_counter()
@@ -155,7 +155,7 @@ def picture(engine: Engine, options: argparse.Namespace) -> Measure:
         return prepared - begin, perf_counter() - prepared
 
     def measure(number: int) -> Amounts:
-        image, ids = prompts.picture(options.size, number, 0), prompts.ids_with_picture(count, number, 0)
+        image, ids = prompts.image(options.size, number, 0), prompts.ids_with_image(count, number, 0)
         (answer,) = prompts.answers([ids], 1, [image])
         first_token_s = answer.timings.first_token_s
         preprocess_s, vision_s = parts(number)
@@ -171,7 +171,7 @@ def picture(engine: Engine, options: argparse.Namespace) -> Measure:
 
 
 def batch(engine: Engine, options: argparse.Namespace) -> Measure:
-    """Measure seconds of many requests at once, with pictures if the model accepts them; then of the same again."""
+    """Measure seconds of many requests at once, with images if the model accepts them; then of the same again."""
     prompts = Prompts(engine)
     num_tokens = options.batch * options.new_tokens
 
@@ -179,8 +179,8 @@ def batch(engine: Engine, options: argparse.Namespace) -> Measure:
         each = range(options.batch)
         images = None
         if prompts.image_token_ids:
-            images = [prompts.picture(options.size, number, i) for i in each]
-            ids = [prompts.ids_with_picture(options.prompt_tokens, number, i) for i in each]
+            images = [prompts.image(options.size, number, i) for i in each]
+            ids = [prompts.ids_with_image(options.prompt_tokens, number, i) for i in each]
         else:
             ids = [prompts.ids(options.prompt_tokens, number, i) for i in each]
         times_s = []
@@ -202,7 +202,7 @@ def batch(engine: Engine, options: argparse.Namespace) -> Measure:
 MEASURES: dict[str, Callable[[Engine, argparse.Namespace], Measure]] = {
     "decode": decode,
     "prefill": prefill,
-    "picture": picture,
+    "picture": image_question,
     "batch": batch,
 }
 

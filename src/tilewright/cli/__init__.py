@@ -154,19 +154,19 @@ def _add_cache(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from tilewright.bench import kernels, models, pictures
+    from tilewright.bench import diffusion, kernels, models
     from tilewright.bench.serve import command as serve
 
     parser = commands.add_parser(
         "bench",
         help="measure a model, a server, or the kernels",
-        description="Measures a model at decoding, prefill, pictures and many requests at once, a model that makes "
-        "pictures or videos, an OpenAI-compatible server, or each kernel.",
+        description="Measures a model at decoding, prefill, images and many requests at once, a model that makes "
+        "images or videos, an OpenAI-compatible server, or each kernel.",
         epilog="Each has its own help: tilewright bench decode --help",
     )
     what = parser.add_subparsers(metavar="WHAT", required=True)
     models.add_arguments(what)
-    pictures.add_arguments(what)
+    diffusion.add_arguments(what)
     serve.add_arguments(what)
     kernels.add_arguments(what)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tilewright.engine.engine import Engine
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
-HELP = """/image FILE   attach a picture to the next message
+HELP = """/image FILE   attach an image to the next message
 /video FILE   attach a video
 /audio FILE   attach a sound
 /clear        clear the conversation
@@ -51,7 +51,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
   tilewright chat "What colour is the banana?" --speak speech.wav     the embedded model for speech
   tilewright chat "What is said?" --audio speech.wav
   tilewright chat "What is a tile?" -m ./Qwen3-VL-2B-Instruct
-  tilewright chat "What is on it?" -m MODEL --image photo.jpg --image other.png     pictures of yours
+  tilewright chat "What is on it?" -m MODEL --image photo.jpg --image other.png     images of yours
   tilewright chat "What happens here?" -m MODEL --video clip.mp4 --max-tokens 200
   tilewright chat "What is said?" -m ./Qwen3-Omni-30B-A3B-Instruct --audio speech.wav
   tilewright chat "Say hello." -m ./Qwen3-Omni-30B-A3B-Instruct --speak hello.wav
@@ -61,7 +61,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the message; -: read it from standard input")
-    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; may be repeated")
     parser.add_argument("--video", action="append", default=[], metavar="FILE", help="a video; may be repeated")
     parser.add_argument("--audio", action="append", default=[], metavar="FILE", help="a sound; may be repeated")
     text = "read the sound of the videos too"

@@ -1,4 +1,4 @@
-"""`tilewright demo`: answers questions about a picture, makes a picture and describes it, answers a spoken question."""
+"""`tilewright demo`: answers questions about an image, makes an image and describes it, answers a spoken question."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from tilewright import config
 from tilewright.cli import chat
 from tilewright.flags import engine as engine_flags
+from tilewright.flags.diffusion import read_image
 from tilewright.flags.options import positive
-from tilewright.flags.pictures import read_picture
 from tilewright.host import files
 from tilewright.outputs.sound import encode, to_pcm16
 from tilewright.types import Completion
@@ -42,21 +42,21 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add the command `demo`."""
     parser = commands.add_parser(
         "demo",
-        help="answer questions about a picture",
-        description="Answers each QUESTION about a picture on standard output, with the time to the first token and "
-        "the speed. Without arguments, embedded models answer three questions about an embedded picture, make a "
-        "picture and describe it, and answer a spoken question, "
+        help="answer questions about an image",
+        description="Answers each QUESTION about an image on standard output, with the time to the first token and "
+        "the speed. Without arguments, embedded models answer three questions about an embedded image, make a "
+        "image and describe it, and answer a spoken question, "
         f"in {SPOKEN_FILE} too if the model has a voice. "
         "NO_COLOR or a pipe turns colours off.",
         epilog="""examples:
   tilewright demo
   tilewright demo "How many circles are there?" "Where is the star?"
-  tilewright demo "What is on it?" -m ./Qwen3-VL-2B-Instruct --image photo.jpg    a picture of yours
+  tilewright demo "What is on it?" -m ./Qwen3-VL-2B-Instruct --image photo.jpg    an image of yours
   NO_COLOR=1 tilewright demo""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"default: {' '.join(QUESTIONS)}")
-    parser.add_argument("--image", metavar="FILE", help="the picture (default: an embedded one)")
+    parser.add_argument("--image", metavar="FILE", help="the image (default: an embedded one)")
     parser.add_argument(
         "--max-tokens", type=positive, default=MAX_TOKENS, metavar="N",
         help=f"most tokens of an answer (default {MAX_TOKENS})",
@@ -67,14 +67,14 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    picture = embedded.demo_file("demo.png") if options.image is None else Path(options.image).expanduser()
-    image = read_picture(picture, f"image {picture}")  # before the model is loaded
+    path = embedded.demo_file("demo.png") if options.image is None else Path(options.image).expanduser()
+    image = read_image(path, f"image {path}")  # before the model is loaded
     style = Style.of_terminal()
     started_s = time.perf_counter()
     with engine_flags.open_engine(options, progress=sys.stderr.isatty()) as engine:
         ready = f"ready in {time.perf_counter() - started_s:.1f} s"
         print(f"{style.bold(engine.loaded.name)} {style.dim(ready)}")
-        print(f"{picture} {style.dim(f'{image.width}x{image.height}')}")
+        print(f"{path} {style.dim(f'{image.width}x{image.height}')}")
         _show(image, style)
         for question in options.questions or QUESTIONS:
             _ask(engine, image, question, options.max_tokens, style)
@@ -88,12 +88,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _is_bare(options: argparse.Namespace) -> bool:
-    """Return whether no question, picture or model is given."""
+    """Return whether no question, image or model is given."""
     return not options.questions and options.image is None and options.model is None
 
 
 def _draw(style: Style) -> Image.Image:
-    """Make a picture from words with the embedded diffusion model."""
+    """Make an image from words with the embedded diffusion model."""
     from tilewright.diffusion.diffusion import Diffusion
 
     command = f'tilewright image "{DRAWN}"'
@@ -187,7 +187,7 @@ class Style:
 
 
 def preview(image: Image.Image) -> str:
-    """Return the picture as characters; each shows two pixels, one above the other."""
+    """Return the image as characters; each shows two pixels, one above the other."""
     scale = min(PREVIEW_SIZE[0] / image.width, PREVIEW_SIZE[1] / image.height)
     columns = min(max(1, round(image.width * scale)), shutil.get_terminal_size().columns)
     rows = max(1, round(image.height * scale / 2))

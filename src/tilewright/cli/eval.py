@@ -24,7 +24,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = commands.add_parser(
         "eval",
         help="measure the quality of weight formats",
-        description="Measures how well a model predicts a text and answers questions about pictures in each format "
+        description="Measures how well a model predicts a text and answers questions about images in each format "
         "of its weights, the distance to a reference, speed and memory.",
         epilog=f"""examples:
   tilewright eval -m MODEL --text book.txt --quantize none,int8,int4
@@ -32,13 +32,13 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
   tilewright eval -m model.gguf --text book.txt --quantize stored --against f32
   tilewright eval --pictures ./set --quantize none,int4 --json eval.json --plot eval.png
 
-./set has pictures and {FILE_NAME}, a line of JSON for each question:
+./set has images and {FILE_NAME}, a line of JSON for each question:
   {{"image": "cat.png", "question": "What animal is it?", "answer": ["cat", "a cat"]}}""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         conflict_handler="resolve",  # --quantize accepts several formats here
     )
     parser.add_argument("--text", type=Path, metavar="FILE", help="a text, for perplexity and agreement")
-    parser.add_argument("--pictures", type=Path, metavar="DIR", help=f"pictures with questions in {FILE_NAME}")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help=f"images with questions in {FILE_NAME}")
     parser.add_argument("--against", metavar="FORMAT", help="the reference (default: the first of several formats)")
     _number(parser, "--window", 512, "tokens of the text that the model sees at a time")
     _number(parser, "--stride", 256, "tokens between windows: the number that is scored in each")

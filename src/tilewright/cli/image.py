@@ -1,4 +1,4 @@
-"""`tilewright image`: pictures from words."""
+"""`tilewright image`: images from words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
-from tilewright.flags import pictures
+from tilewright.flags import diffusion
 from tilewright.flags.options import positive
 from tilewright.host import files
 from tilewright.types import RequestError
@@ -20,15 +20,15 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add the command `image`."""
     parser = commands.add_parser(
         "image",
-        help="make a picture from words",
-        description="Makes pictures of PROMPT and prints the names of their files. Each file contains the settings to "
-        "make its picture again. Without -m: a small embedded model that draws coloured shapes.",
+        help="make an image from words",
+        description="Makes images of PROMPT and prints the names of their files. Each file contains the settings to "
+        "make its image again. Without -m: a small embedded model that draws coloured shapes.",
         epilog="""examples:
   tilewright image "a red circle left of a blue square"
   tilewright image "a lighthouse at dusk" -m ./Z-Image-Turbo -o lighthouse.png --size 1024x768 --seed 7
   tilewright image "a cat, ink drawing" -m MODEL -n 4 -o cat.png          cat-1.png to cat-4.png
   tilewright image "a cat" -m MODEL --negative "blurry" --guidance 4 --steps 28
-  tilewright image "make it winter" -m MODEL --image house.png -o winter.png      a picture of yours
+  tilewright image "make it winter" -m MODEL --image house.png -o winter.png      an image of yours
   tilewright image "a cat" -m MODEL --low-memory                          one network in memory at a time""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -36,9 +36,9 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "-o", "--output", default="picture.png", metavar="FILE", help=".png, .jpg or .webp (default picture.png)"
     )
-    parser.add_argument("-n", type=positive, default=1, metavar="N", help="number of pictures, with consecutive seeds")
-    pictures.add_picture_arguments(parser)
-    pictures.add_model_arguments(parser)
+    parser.add_argument("-n", type=positive, default=1, metavar="N", help="number of images, with consecutive seeds")
+    diffusion.add_request_arguments(parser)
+    diffusion.add_model_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -47,18 +47,18 @@ def run(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     output = Path(options.output).expanduser()
     file_format = _format(output)
-    pictures.check_files(options)
-    pictures.read_prompt(options)
+    diffusion.check_files(options)
+    prompt = diffusion.read_prompt(options.prompt)
     if options.model is None and embedded.path("tiny_draw") and not options.quiet:
         print(f"tilewright: {embedded.notice('-m ./Z-Image-Turbo', 'tiny_draw')}", file=sys.stderr)
-    with pictures.open_diffusion(options) as diffusion:
-        params = pictures.request(diffusion, options, n=options.n, output="array")
-        made = pictures.generate(diffusion, params, quiet=options.quiet)
-        from tilewright.outputs.images import encode_picture
+    with diffusion.open_model(options) as model:
+        params = diffusion.request(model, prompt, options, n=options.n, output="array")
+        made = diffusion.generate(model, params, quiet=options.quiet)
+        from tilewright.outputs.images import encode_image
 
-        pictures.write_files(output, made, lambda pixels, settings: encode_picture(pixels[0], file_format, settings))
+        diffusion.write_files(output, made, lambda pixels, settings: encode_image(pixels[0], file_format, settings))
         if not options.quiet:
-            pictures.print_times(made)
+            diffusion.print_times(made)
     return 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright import config
-from tilewright.flags import engine, pictures, replicas
+from tilewright.flags import diffusion, engine, replicas
 from tilewright.flags.options import natural, positive
 from tilewright.host import files
 from tilewright.host.memory import parse_bytes, require_start
@@ -29,7 +29,7 @@ from tilewright.weights import embedded
 
 if TYPE_CHECKING:
     from tilewright.server.http.settings import ServerSettings
-    from tilewright.server.link.pictures import PictureBackend
+    from tilewright.server.link.diffusion import DiffusionBackend
     from tilewright.server.link.remote import RemoteBackend
     from tilewright.server.replicas.backend import ReplicaBackend
 
@@ -77,7 +77,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--max-image-queue", type=natural, default=16, metavar="N",
-        help="requests for pictures and videos that may wait; more are refused with status 429 (default 16)",
+        help="requests for images and videos that may wait; more are refused with status 429 (default 16)",
     )  # fmt: skip
     group.add_argument(
         "--request-timeout", type=_seconds, default=1800.0, metavar="S", help="time for one answer (default 1800)"
@@ -89,7 +89,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_media(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("pictures, videos and sounds in requests")
+    group = parser.add_argument_group("images, videos and sounds in requests")
     group.add_argument(
         "--allow-files",
         action="append",
@@ -110,7 +110,7 @@ def _add_media(parser: argparse.ArgumentParser) -> None:
         "--max-pixels",
         type=positive,
         metavar="N",
-        help="pixels of one picture or frame (default 67108864)",
+        help="pixels of one image or frame (default 67108864)",
     )
     group.add_argument("--max-frames", type=positive, metavar="N", help="frames of one video (default 768)")
     group.add_argument("--max-duration", type=_seconds, metavar="S", help="seconds of one video or sound (default 600)")
@@ -198,16 +198,16 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "serve",
         help="run an OpenAI-compatible server",
         description="Serves MODEL to many clients at once, with OpenAI's interface, at http://127.0.0.1:8000/v1, and "
-        "optionally a second model that makes pictures. Without MODEL: small embedded models. A MODEL that makes "
-        "pictures is served alone.",
+        "optionally a second model that makes images. Without MODEL: small embedded models. A MODEL that makes "
+        "images is served alone.",
         epilog="""examples:
   tilewright serve                                    the embedded model, which is tiny
   tilewright serve ./Qwen3-VL-2B-Instruct
   tilewright serve Qwen/Qwen3-VL-2B-Instruct --port 9000
-  tilewright serve MODEL --image-model ./Z-Image-Turbo     chat and pictures
-  tilewright serve ./Z-Image-Turbo                    pictures only
+  tilewright serve MODEL --image-model ./Z-Image-Turbo     chat and images
+  tilewright serve ./Z-Image-Turbo                    images only
   TILEWRIGHT_API_KEY=secret tilewright serve MODEL --host 0.0.0.0
-  tilewright serve MODEL --allow-files ~/Pictures     clients may use file:// URLs of pictures in it
+  tilewright serve MODEL --allow-files ~/Pictures     clients may use file:// URLs of images in it
   tilewright serve MODEL --replicas 2                 two engines; one that is lost is replaced
   tilewright serve MODEL --replicas 1:4 --ray-address HOST:6379    on the machines of a Ray cluster, by load
   curl http://127.0.0.1:8000/v1/models""",
@@ -216,14 +216,14 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     engine.add_model_argument(parser, engine.MODEL_HELP, is_positional=True)
     parser.add_argument(
         "--image-model", metavar="MODEL",
-        help="the model for pictures or videos: a folder in diffusers' layout or a hub id, loaded on first use; "
-        "none: no pictures (default: the embedded one, if MODEL is left out)",
+        help="the model for images or videos: a folder in diffusers' layout or a hub id, loaded on first use; "
+        "none: no images (default: the embedded one, if MODEL is left out)",
     )  # fmt: skip
     parser.add_argument(
         "--image-threads", type=positive, metavar="N",
-        help="threads that make pictures (default: one per CPU, at a lower priority than chat)",
+        help="threads that make images (default: one per CPU, at a lower priority than chat)",
     )  # fmt: skip
-    text = "processes that the model for pictures is split over, one per NUMA node (default 1)"
+    text = "processes that the model for images is split over, one per NUMA node (default 1)"
     parser.add_argument("--image-tp", type=positive, metavar="N", help=text)
     text = "keep only one of its text encoder, transformer and VAE in memory at a time"
     parser.add_argument("--image-low-memory", action="store_const", const=True, help=text)
@@ -259,22 +259,22 @@ def run(options: argparse.Namespace) -> int:
     listener = _listen(options.host, options.port)
     with listener:
         backend = None if model is None else _backend(options, _engine(options, model, settings), log_of_children)
-        picture_backend = None if image_model is None else _pictures(options, image_model, settings, log_of_children)
-        status: int = run_loop(serve(settings, backend, picture_backend, listener, options.drain_timeout))
+        diffusion_backend = None if image_model is None else _diffusion(options, image_model, settings, log_of_children)
+        status: int = run_loop(serve(settings, backend, diffusion_backend, listener, options.drain_timeout))
         return status
 
 
 def _models(options: argparse.Namespace) -> tuple[str | None, str | None]:
-    """Return the model for text and the model for pictures; None if there is none."""
+    """Return the model for text and the model for images; None if there is none."""
     image_model = None if options.image_model == "none" else options.image_model
     if options.model is not None and _is_pipeline(options.model):
         if options.image_model is not None:
             raise RequestError(
-                f"{options.model} makes pictures, and --image-model is {options.image_model}: expected one of them"
+                f"{options.model} makes images, and --image-model is {options.image_model}: expected one of them"
             )
         return None, options.model
     engine.check_model(options.model, options.mmproj)
-    pictures.check_pipeline(image_model)
+    diffusion.check_pipeline(image_model)
     if options.model is None:
         _log.info(embedded.notice("tilewright serve ./Qwen3-VL-2B-Instruct"))
         if options.image_model is None and embedded.has("tiny_draw"):
@@ -296,14 +296,14 @@ def _engine(options: argparse.Namespace, model: str, settings: ServerSettings) -
     }
 
 
-def _pictures(options: argparse.Namespace, model: str, settings: ServerSettings, log: LogSettings) -> PictureBackend:
-    """Return the picture worker, whose process the first request starts."""
-    from tilewright.server.link.pictures import PictureBackend
+def _diffusion(options: argparse.Namespace, model: str, settings: ServerSettings, log: LogSettings) -> DiffusionBackend:
+    """Return the diffusion worker, whose process the first request starts."""
+    from tilewright.server.link.diffusion import DiffusionBackend
 
     shared = {name: getattr(options, name) for name in ("dtype", "device", "backend", "pack_cache")}
     shared |= {name: getattr(options, f"image_{name}") for name in ("tp", "low_memory", "stream_layers")}
     given = {name: value for name, value in shared.items() if value is not None}
-    return PictureBackend(
+    return DiffusionBackend(
         embedded.name_of(model),
         {"model": model, **given},
         dataclasses.asdict(settings.media.limits),
@@ -361,7 +361,7 @@ def _listen(host: str, port: int) -> socket.socket:
 async def serve(
     settings: ServerSettings,
     backend: RemoteBackend | ReplicaBackend | None,
-    picture_backend: PictureBackend | None,
+    diffusion_backend: DiffusionBackend | None,
     listener: socket.socket,
     drain_s: float,
 ) -> int:
@@ -379,7 +379,7 @@ async def serve(
             yield  # the handlers below end the engine too
 
     backends = [] if backend is None else [backend]
-    handler = ApiHandler(settings, backends, [] if picture_backend is None else [picture_backend])
+    handler = ApiHandler(settings, backends, [] if diffusion_backend is None else [diffusion_backend])
     # uvicorn cancels remaining requests, a little after the handler has sent errors for them.
     options = {"timeout_graceful_shutdown": round(drain_s + FINAL_ERRORS_S)}
     server = Server(server_config(create_app(handler), settings, handler.metrics, **options))

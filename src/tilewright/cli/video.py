@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.flags import pictures
+from tilewright.flags import diffusion
 from tilewright.flags.options import positive
 from tilewright.host import files
 from tilewright.types import RequestError
@@ -21,54 +21,54 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = commands.add_parser(
         "video",
         help="make a video from words",
-        description="Makes a video of PROMPT and prints the name of its file: an MP4, or an animated picture, by "
+        description="Makes a video of PROMPT and prints the name of its file: an MP4, or an animated image, by "
         "the suffix. A model must be named: the embedded one makes only stills.",
         epilog="""examples:
   tilewright video "a cat walks in the rain" -m ./Wan2.1-T2V-1.3B-Diffusers -o cat.mp4
   tilewright video "a cat walks" -m MODEL --size 832x480 --seconds 2 --steps 30 --seed 7
-  tilewright video "she turns to us" -m ./Wan2.2-TI2V-5B-Diffusers --image mine.png -o turn.mp4    a picture of yours
-  tilewright video "a cat walks" -m MODEL --frames 17 -o cat.webp         an animated picture
+  tilewright video "she turns to us" -m ./Wan2.2-TI2V-5B-Diffusers --image mine.png -o turn.mp4    an image of yours
+  tilewright video "a cat walks" -m MODEL --frames 17 -o cat.webp         an animated image
   tilewright video "a cat walks" -m MODEL --low-memory                    one network in memory at a time""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("prompt", metavar="PROMPT", help="what to show; -: read it from standard input")
-    text = ".mp4, or .webp, .png and .gif for an animated picture (default video.mp4)"
+    text = ".mp4, or .webp, .png and .gif for an animated image (default video.mp4)"
     parser.add_argument("-o", "--output", default="video.mp4", metavar="FILE", help=text)
     parser.add_argument("--frames", type=positive, metavar="N", help="number of frames (default: the model's)")
     parser.add_argument("--seconds", type=float, metavar="S", help="the length in seconds, instead of --frames")
     parser.add_argument("--fps", type=float, metavar="R", help="frames a second of the file (default: the model's)")
-    pictures.add_picture_arguments(parser)
-    pictures.add_model_arguments(parser)
+    diffusion.add_request_arguments(parser)
+    diffusion.add_model_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    pictures.check_files(options)
+    diffusion.check_files(options)
     from tilewright.outputs.video import check_video_name, encode_video
 
     output = Path(options.output).expanduser()
     suffix = check_video_name(output)
     files.check_output(output, "--output")
-    pictures.read_prompt(options)
+    prompt = diffusion.read_prompt(options.prompt)
     if options.model is None:
         raise RequestError("the embedded model makes only stills: name one, such as -m ./Wan2.1-T2V-1.3B-Diffusers")
     if options.fps is not None and not 1 <= options.fps <= 120:  # written so that NaN fails too
         raise RequestError(f"--fps is {options.fps:g}, expected 1 to 120")
-    with pictures.open_diffusion(options) as diffusion:
-        limits = diffusion.limits
+    with diffusion.open_model(options) as model:
+        limits = model.limits
         if limits.max_frames == 1:
-            raise RequestError(f"{diffusion.name} makes pictures, not videos: tilewright image")
+            raise RequestError(f"{model.name} makes images, not videos: tilewright image")
         fps = options.fps or limits.fps
         num_frames = _num_frames(options, limits, fps)
-        params = pictures.request(diffusion, options, num_frames=num_frames, output="array")
-        made = pictures.generate(diffusion, params, quiet=options.quiet)
-        pictures.write_files(
+        params = diffusion.request(model, prompt, options, num_frames=num_frames, output="array")
+        made = diffusion.generate(model, params, quiet=options.quiet)
+        diffusion.write_files(
             output, made, lambda frames, settings: encode_video(frames, fps, suffix, {**settings, "fps": fps})
         )
         if not options.quiet:
-            pictures.print_times(made)
+            diffusion.print_times(made)
     return 0
 
 

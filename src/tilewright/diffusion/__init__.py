@@ -1,1 +1,1 @@
-"""Pictures and video from words: pipelines, the loop that they share, and `tilewright.Diffusion`."""
+"""Images and video from words: pipelines, the loop that they share, and `tilewright.Diffusion`."""

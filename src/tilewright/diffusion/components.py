@@ -39,12 +39,16 @@ _log = logging.getLogger(__name__)
 LARGE_BYTES = 2 << 30  # size of a component: Wan's transformers are published in fp32, but were trained in bf16
 
 
+Builders = Mapping[str, Callable[[Mapping[str, Any]], Any]]  # by component: what makes its network of its config
+
+
 class Components:
-    """Components of a pipeline. `builders` make networks from configs, by the component's name."""
+    """The networks, tokenizers and configs of a pipeline."""
 
     def __init__(
         self,
         model: str | Path,
+        builders: Builders,
         *,
         dtype: str = "auto",
         group: Group | None = None,
@@ -59,11 +63,11 @@ class Components:
         self.folder = pipeline_folder(model)
         self.index = read_json(self.folder / "model_index.json")
         self.low_memory = low_memory
-        self.builders: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {}
+        self.group = group or SingleGroup()
         self.loading_s = 0.0  # total so far
         self.reports: dict[str, LoadReport] = {}
         self._dtype = dtype
-        self._group = group or SingleGroup()
+        self._builders = builders
         self._stream_bytes = stream_layers
         self._pack_cache = pack_cache and not embedded.is_embedded(self.folder)
         if stream_layers is not None and self._cache_dir() is None:
@@ -76,10 +80,6 @@ class Components:
         self._num_users: Counter[str] = Counter()
         self._checks: dict[str, EntryCheck] = {}  # background checks of mapped weights
         self._damage: DamagedEntryError | None = None
-
-    @property
-    def group(self) -> Group:
-        return self._group
 
     @property
     def class_name(self) -> str:
@@ -106,7 +106,7 @@ class Components:
     def with_defaults(self, limits: Limits) -> Limits:
         """Return the limits with the defaults of the folder's generation_config.json, if it has one.
 
-        `max_side` and `max_pixels` there bound the pictures that the model was trained for: no request may exceed them,
+        `max_side` and `max_pixels` there bound the images that the model was trained for: no request may exceed them,
         even if the networks could.
         """
         stored = read_optional_json(self.folder / "generation_config.json")
@@ -146,7 +146,7 @@ class Components:
         """Return the size of all networks as stored."""
         return sum(
             path.stat().st_size
-            for name in self.builders
+            for name in self._builders
             if self.has(name)
             for path in self.path(name).glob("*.safetensors")
         )
@@ -205,9 +205,9 @@ class Components:
         """Return a component's network with its weights, mapped from the pack cache if they are there."""
         folder = self.path(name)
         checkpoint = SafetensorsCheckpoint(folder)
-        with partition.use(Partition(self._group)) as parts:
+        with partition.use(Partition(self.group)) as parts:
             try:
-                network = self.builders[name](checkpoint.config)
+                network = self._builders[name](checkpoint.config)
             except UnsupportedConfig as error:
                 raise UnsupportedConfig(f"{name}: {error}") from error
         parts.warn()
@@ -246,6 +246,6 @@ def pipeline_folder(model: str | Path) -> Path:
     path = hub.find(model, "a folder or a hub id") or hub.download_pipeline(str(model))
     if not files.exists(path / "model_index.json"):
         raise CheckpointError(
-            f"{path} has no model_index.json: expected a pipeline in diffusers' layout, which makes pictures or video"
+            f"{path} has no model_index.json: expected a pipeline in diffusers' layout, which makes images or video"
         )
     return path

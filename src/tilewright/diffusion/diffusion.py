@@ -1,4 +1,4 @@
-"""`tilewright.Diffusion`: the Python API for pictures and videos."""
+"""`tilewright.Diffusion`: the Python API for images and videos."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from tilewright import config
 from tilewright.diffusion.components import Components, pipeline_folder
 from tilewright.diffusion.expected import Expected, PastTimes, Work, estimated
-from tilewright.diffusion.params import GenerationParams, Limits
-from tilewright.diffusion.pipeline import OnStep, PipelineResult, PipelineTimings, ignore_step
+from tilewright.diffusion.params import GenerationParams, Limits, PipelineTimings
+from tilewright.diffusion.pipeline import OnStep, PipelineResult, ignore_step
 from tilewright.diffusion.pipelines import open_pipeline
 from tilewright.diffusion.ranks import DiffusionRanks, check_size
 from tilewright.host.memory import parse_bytes
@@ -37,9 +37,9 @@ PROBE_S = 0.2  # to measure this machine's multiply speed, if no run is known
 
 @dataclass(frozen=True)
 class Generated:
-    """Pictures (or videos, each a list of frames), and the request they were made from."""
+    """Images (or videos, each a list of frames), and the request they were made from."""
 
-    images: list[Any]  # PIL pictures, lists of them for videos, or uint8 arrays [T, H, W, 3]; empty for latents
+    images: list[Any]  # PIL images, lists of them for videos, or uint8 arrays [T, H, W, 3]; empty for latents
     latents: Tensor  # at the end of the run, in diffusers' layout
     timings: PipelineTimings
     params: GenerationParams
@@ -47,7 +47,7 @@ class Generated:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings that reproduce the first picture: the metadata of its file."""
+        """Settings that reproduce the first image: the metadata of its file."""
         return self.settings_of(0)
 
     def settings_of(self, index: int) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Generated:
 
 
 class Diffusion:
-    """A pipeline that generates pictures, one request at a time.
+    """A pipeline that generates images, one request at a time.
 
         with Diffusion("path/to/Z-Image-Turbo") as diffusion:
             diffusion.generate("a lighthouse at dusk", seed=7).images[0].save("lighthouse.png")
@@ -110,7 +110,7 @@ class Diffusion:
         try:
             with self._computing():
                 group = None if self._ranks is None else self._ranks.group
-                self.pipeline = open_pipeline(Components(path, progress=progress, group=group, **options))
+                self.pipeline = open_pipeline(path, progress=progress, group=group, **options)
                 _warn_of_size(self.pipeline.components, self.platform)
         except BaseException:
             self._close_ranks()
@@ -159,7 +159,7 @@ class Diffusion:
         guidance_norm: float | None = None,
         on_step: OnStep | None = None,
     ) -> Generated:
-        """Generate the pictures of a prompt."""
+        """Generate the images of a prompt."""
         params = self.params(
             prompt,
             negative_prompt=negative_prompt,
@@ -180,19 +180,19 @@ class Diffusion:
         return self.run(params, on_step)
 
     def run(self, params: GenerationParams, on_step: OnStep | None = None) -> Generated:
-        """Generate the pictures of a request from `params`."""
+        """Generate the images of a request from `params`."""
         on_step = on_step or ignore_step
         with self._lock, self._computing():
             if self._ranks is None:
                 result = self.pipeline.generate(params, on_step)
             else:
-                with self._ranks.running(params):
-                    result = self.pipeline.generate(params, self._ranks.deciding(on_step))
+                with self._ranks.running(params, on_step) as decide:
+                    result = self.pipeline.generate(params, decide)
         self._times.note(params, result.timings)
         return Generated(_images(result, params), result.latents, result.timings, params, self.name)
 
     def preview(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
-        """Return small pictures of a step, uint8 [n, T, H, W, 3], from the latents that on_step gets."""
+        """Return small images of a step, uint8 [n, T, H, W, 3], from the latents that on_step gets."""
         return self.pipeline.preview(latents, params)
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
@@ -240,5 +240,5 @@ def _images(result: PipelineResult, params: GenerationParams) -> list[Any]:
         return list(result.pixels)
     from PIL import Image
 
-    videos = [[Image.fromarray(np.ascontiguousarray(frame)) for frame in picture] for picture in result.pixels]
+    videos = [[Image.fromarray(np.ascontiguousarray(frame)) for frame in image] for image in result.pixels]
     return [frames[0] if params.num_frames == 1 else frames for frames in videos]

@@ -1,4 +1,4 @@
-"""Estimates how long pictures take, from the durations of earlier runs on this machine, or from operation counts.
+"""Estimates how long images take, from the durations of earlier runs on this machine, or from operation counts.
 
     times = PastTimes(folder, "Z-Image-Turbo float32 tp 1")
     times.note(params, timings)                        # after a run
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tilewright.diffusion.params import GenerationParams, Limits
+from tilewright.diffusion.params import GenerationParams, Limits, PipelineTimings
 from tilewright.host import files
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Expected:
 class Work:
     """Sizes that a step's operations depend on: 2 per parameter and token, 4 per pair of tokens, layer and channel.
 
-    Texts are not counted: they are short beside a picture.
+    Texts are not counted: they are short beside an image.
     """
 
     num_parameters: int
@@ -58,7 +58,7 @@ class Work:
         return cls(num_parameters, layers * width, limits.size_multiple, limits.frame_multiple)
 
     def step(self, width: int, height: int, num_frames: int) -> float:
-        """Return the operations of one unguided step of one picture."""
+        """Return the operations of one unguided step of one image."""
         tokens = width * height / self.size_multiple**2 * (1 + (num_frames - 1) / self.frame_multiple)
         return 2.0 * self.num_parameters * tokens + 4.0 * self.attention_channels * tokens**2
 
@@ -101,8 +101,8 @@ class PastTimes:
         self._key = key
         self._runs = _parsed(self._read().get(key, []))  # the latest last
 
-    def note(self, params: GenerationParams, timings: Any) -> None:
-        """Record the `Timings` of a run. The first of several steps may wait for pages, and is left out."""
+    def note(self, params: GenerationParams, timings: PipelineTimings) -> None:
+        """Record the timings of a run. The first of several steps may wait for pages, and is left out."""
         steps_s = timings.steps_s[1:] or timings.steps_s
         if not steps_s:
             return
@@ -153,7 +153,7 @@ class PastTimes:
                 Path(temporary).unlink(missing_ok=True)
                 raise
         except OSError as error:
-            _log.debug("times of pictures are not kept: %s", error)
+            _log.debug("times of images are not kept: %s", error)
 
 
 def estimated(params: GenerationParams, work: Work, num_sides: int, operations_per_s: float) -> Expected:

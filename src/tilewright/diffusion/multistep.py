@@ -93,7 +93,7 @@ class WholeSchedule(Schedule):
 def unipc_schedule(num_steps: int, shift: float, num_train_timesteps: int = 1000) -> Schedule:
     """Return levels from 1 to 1 / num_train_timesteps, and 0, shifted towards 1 by `shift`, as UniPC uses for flows."""
     levels = _shifted(np.linspace(1, 1 / num_train_timesteps, num_steps + 1)[:-1], shift)
-    # The log-SNR is needed at the first level too, where there is no picture yet.
+    # The log-SNR is needed at the first level too, where there is no image yet.
     levels[0] = min(levels[0], 1 - 1e-6)
     return _schedule(levels, num_train_timesteps)
 
@@ -109,7 +109,7 @@ def _shifted(levels: np.ndarray, shift: float) -> np.ndarray:
 
 
 def _schedule(levels: np.ndarray, num_train_timesteps: int) -> Schedule:
-    # Rounded to fp32 as in the runs these networks were tuned with: 1 - 1e-6 then leaves 1 % more of the picture.
+    # Rounded to fp32 as in the runs these networks were tuned with: 1 - 1e-6 then leaves 1 % more of the image.
     sigmas = (*(float(level) for level in levels.astype(np.float32)), 0.0)
     timesteps = tuple(float(int(level * num_train_timesteps)) for level in levels)
     return WholeSchedule(sigmas, num_train_timesteps, timesteps)
@@ -223,5 +223,5 @@ def dpm_step(
 
 
 def _log_snr(sigma: float) -> float:
-    """Return the logarithm of the picture's share of a sample over the noise's."""
+    """Return the logarithm of the image's share of a sample over the noise's."""
     return math.log1p(-sigma) - math.log(sigma) if sigma > 0 else math.inf

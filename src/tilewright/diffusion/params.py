@@ -1,4 +1,4 @@
-"""Requests for pictures, the limits of a pipeline on them, and the errors that a worker handles. Imports no torch.
+"""Requests for images, the limits of a pipeline on them, and the errors that a worker handles. Imports no torch.
 
 `Limits.params` validates a request: missing settings become the pipeline's defaults, and wrong ones raise a
 `RequestError` that names the value and the limit, before anything is computed.
@@ -10,7 +10,7 @@ import math
 import operator
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from tilewright.types import RequestError
@@ -41,9 +41,9 @@ class GenerationParams:
     height: int
     num_steps: int
     guidance: float
-    seed: int  # of the first picture; each further picture has the next number
+    seed: int  # of the first image; each further image has the next number
     negative_prompt: str | None = None
-    image: Any = None  # a PIL picture to edit or to animate
+    image: Any = None  # a PIL image to edit or to animate
     num_frames: int = 1
     latents: Any = None  # initial latents, in diffusers' layout for the pipeline; None: noise by the seed
     n: int = 1
@@ -55,7 +55,7 @@ class GenerationParams:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Seed of each picture, which is the same alone as it is among others."""
+        """Seed of each image, which is the same alone as it is among others."""
         return tuple((self.seed + i) & MAX_SEED for i in range(self.n))
 
     def is_guided(self, sigma: float) -> bool:
@@ -64,7 +64,7 @@ class GenerationParams:
         return begin <= 1.0 - sigma <= end
 
     def settings(self, index: int = 0) -> dict[str, Any]:
-        """Return the settings that reproduce picture `index` alone: the metadata of its file."""
+        """Return the settings that reproduce image `index` alone: the metadata of its file."""
         kept = (
             "prompt",
             "negative_prompt",
@@ -77,7 +77,7 @@ class GenerationParams:
             "guidance_norm",
         )
         found = {name: getattr(self, name) for name in kept}
-        defaults = {field.name: field.default for field in fields(self)}
+        defaults = {one.name: one.default for one in fields(self)}
         optional = ("negative_prompt", "num_frames", "step_cache", "guidance_norm")
         found = {name: value for name, value in found.items() if name not in optional or value != defaults[name]}
         if self.guidance_interval != (0.0, 1.0):
@@ -100,10 +100,10 @@ class Limits:
     max_steps: int = 200
     max_guidance: float = 100.0
     default_frames: int = 1
-    max_frames: int = 1  # 1: the model makes only still pictures
+    max_frames: int = 1  # 1: the model makes only still images
     frame_multiple: int = 1  # a video has 1 + a multiple of this many frames
     fps: float = 16.0  # of videos: the rate that the model was trained with
-    max_pictures: int = 16  # of one request
+    max_images: int = 16  # of one request
     max_prompt_tokens: int = 512  # of the text encoder, including the template
     takes_image: bool = False
     needs_image: bool = False
@@ -114,9 +114,9 @@ class Limits:
     def params(self, prompt: str, **given: Any) -> GenerationParams:
         """Return the validated request, with this pipeline's defaults for values that are None."""
         given = {name: value for name, value in given.items() if value is not None}
-        unknown = given.keys() - {field.name for field in fields(GenerationParams)}
+        unknown = given.keys() - {one.name for one in fields(GenerationParams)}
         if unknown:
-            raise RequestError(f"{', '.join(sorted(unknown))} is not a setting of a picture")
+            raise RequestError(f"{', '.join(sorted(unknown))} is not a setting of an image")
         width, height = self._size(given)
         return GenerationParams(
             prompt=_text("prompt", prompt),
@@ -129,7 +129,7 @@ class Limits:
             guidance=_number("guidance", given.get("guidance", self.default_guidance), 0.0, self.max_guidance),
             seed=_integer("seed", given.get("seed", secrets.randbelow(1 << 32)), 0, MAX_SEED),
             latents=given.get("latents"),
-            n=_integer("n", given.get("n", 1), 1, self.max_pictures),
+            n=_integer("n", given.get("n", 1), 1, self.max_images),
             output=_output(given.get("output", "pil")),
             step_cache=_number("step_cache", given.get("step_cache", 0.0), 0.0, 1.0),
             guidance_interval=_interval(given.get("guidance_interval", (0.0, 1.0))),
@@ -166,7 +166,7 @@ class Limits:
                 yield (long, short) if width >= height else (short, long)
 
     def _default_size(self, image: Any) -> tuple[int, int]:
-        """Return the default width and height: for some models those of the request's picture."""
+        """Return the default width and height: for some models those of the request's image."""
         if self.image_area:
             last = image[-1] if isinstance(image, (list, tuple)) and image else image
             size = getattr(last, "size", None)
@@ -201,10 +201,25 @@ class Limits:
 
     def _image(self, image: Any) -> Any:
         if image is not None and not self.takes_image:
-            raise RequestError("this model takes no image: it makes pictures from text alone", param="image")
+            raise RequestError("this model takes no image: it makes images from text alone", param="image")
         if image is None and self.needs_image:
             raise RequestError("this model needs an image to start from", param="image")
         return image
+
+
+@dataclass
+class PipelineTimings:
+    """Seconds of a run. Loading a component that was not in memory counts as `load_s`, not as its stage."""
+
+    load_s: float = 0.0
+    encode_s: float = 0.0
+    denoise_s: float = 0.0
+    decode_s: float = 0.0
+    steps_s: list[float] = field(default_factory=list)
+
+    @property
+    def total_s(self) -> float:
+        return self.load_s + self.encode_s + self.denoise_s + self.decode_s
 
 
 def size_of_area(area: int, size: tuple[int, int]) -> tuple[int, int]:

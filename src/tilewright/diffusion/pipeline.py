@@ -1,4 +1,4 @@
-"""The base of all pipelines, the loop over steps, pictures to edit, and the result of a run.
+"""The base of all pipelines, the loop over steps, images to edit, and the result of a run.
 
     params = pipeline.limits.params("a red circle", seed=7)
     result = pipeline.generate(params, on_step=lambda step, num_steps, latents: ...)
@@ -9,11 +9,12 @@ channels last, t = 1 for stills; a user's own are in diffusers' layout and are c
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,9 +22,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tilewright.diffusion.components import Components
+from tilewright.diffusion.components import Builders, Components
 from tilewright.diffusion.expected import Work
-from tilewright.diffusion.params import GenerationParams, Limits
+from tilewright.diffusion.params import GenerationParams, Limits, PipelineTimings
 from tilewright.diffusion.schedule import Schedule, Step, estimate
 from tilewright.ops import backend
 from tilewright.ops.plan import Arena
@@ -34,41 +35,41 @@ MIN_SIDE = 64
 MAX_RATIO = 8  # of the longer side to the shorter
 
 
-def pictures(given: Any, most: int) -> list[Image.Image]:
-    """Return the validated pictures of a request as RGB; none for None."""
+def rgb_images(given: Any, most: int) -> list[Image.Image]:
+    """Return the validated images of a request as RGB; none for None."""
     found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     if len(found) > most:
-        raise RequestError(f"image has {len(found)} pictures, expected at most {most}", param="image")
-    for picture in found:
-        if not isinstance(picture, Image.Image):
-            raise RequestError(f"image is a {type(picture).__name__}, expected a PIL picture", param="image")
-        size = f"image is {picture.width} x {picture.height}"
-        if min(picture.size) < MIN_SIDE:
+        raise RequestError(f"image is a list of {len(found)}, expected at most {most}", param="image")
+    for image in found:
+        if not isinstance(image, Image.Image):
+            raise RequestError(f"image is a {type(image).__name__}, expected a PIL image", param="image")
+        size = f"image is {image.width} x {image.height}"
+        if min(image.size) < MIN_SIDE:
             raise RequestError(f"{size}, expected sides of at least {MIN_SIDE} pixels", param="image")
-        if max(picture.size) > MAX_RATIO * min(picture.size):
+        if max(image.size) > MAX_RATIO * min(image.size):
             raise RequestError(f"{size}, expected sides of at most {MAX_RATIO} to 1", param="image")
-    return [picture.convert("RGB") for picture in found]
+    return [image.convert("RGB") for image in found]
 
 
-def fitted(picture: Image.Image, max_pixels: int, multiple: int) -> Tensor:
-    """Return the picture reduced to max_pixels and cropped to multiples of `multiple`: [1, 1, H, W, 3]."""
-    if picture.width * picture.height > max_pixels:
-        scale = math.sqrt(max_pixels / (picture.width * picture.height))
-        size = int(picture.width * scale), int(picture.height * scale)
-        picture = picture.resize(size, Image.Resampling.LANCZOS)
-    width, height = (side // multiple * multiple for side in picture.size)
-    left, top = (picture.width - width) // 2, (picture.height - height) // 2
-    return as_tensor(picture.crop((left, top, left + width, top + height)))
+def fitted(image: Image.Image, max_pixels: int, multiple: int) -> Tensor:
+    """Return the image reduced to max_pixels and cropped to multiples of `multiple`: [1, 1, H, W, 3]."""
+    if image.width * image.height > max_pixels:
+        scale = math.sqrt(max_pixels / (image.width * image.height))
+        size = int(image.width * scale), int(image.height * scale)
+        image = image.resize(size, Image.Resampling.LANCZOS)
+    width, height = (side // multiple * multiple for side in image.size)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return as_tensor(image.crop((left, top, left + width, top + height)))
 
 
-def as_tensor(picture: Image.Image) -> Tensor:
-    """Return the picture as fp32 [1, 1, H, W, 3] in [-1, 1], on the compute device."""
-    return (torch.from_numpy(np.array(picture))[None, None].float() / 127.5 - 1).to(backend.device())
+def as_tensor(image: Image.Image) -> Tensor:
+    """Return the image as fp32 [1, 1, H, W, 3] in [-1, 1], on the compute device."""
+    return (torch.from_numpy(np.array(image))[None, None].float() / 127.5 - 1).to(backend.device())
 
 
 PREVIEW_PIXELS = 256  # approximate longer side of a preview
 
-# on_step(step, num_steps, latents): called after each step, counted from 1. The latents are the picture that the step
+# on_step(step, num_steps, latents): called after each step, counted from 1. The latents are the image that the step
 # predicts, without the remaining noise: what a preview shows. It may raise Cancelled.
 OnStep = Callable[[int, int, Tensor], object]
 
@@ -77,26 +78,11 @@ def ignore_step(step: int, num_steps: int, latents: Tensor) -> None:
     """Do nothing, as an on_step."""
 
 
-@dataclass
-class PipelineTimings:
-    """Seconds of a run. Loading a component that was not in memory counts as `load_s`, not as its stage."""
-
-    load_s: float = 0.0
-    encode_s: float = 0.0
-    denoise_s: float = 0.0
-    decode_s: float = 0.0
-    steps_s: list[float] = field(default_factory=list)
-
-    @property
-    def total_s(self) -> float:
-        return self.load_s + self.encode_s + self.denoise_s + self.decode_s
-
-
 @dataclass(frozen=True)
 class PipelineResult:
-    """Result of a run: the final latents, and the pictures unless only latents were asked for.
+    """Result of a run: the final latents, and the images unless only latents were asked for.
 
-    Of several ranks only the first decodes pictures: autoencoders are not split, and the others would make the same.
+    Of several ranks only the first decodes images: autoencoders are not split, and the others would make the same.
     """
 
     latents: Tensor  # in diffusers' layout
@@ -107,15 +93,13 @@ class PipelineResult:
 class Pipeline(ABC):
     """A kind of checkpoint. Subclasses define the builders of its components (`BUILDERS`) and the stages."""
 
-    # By component of model_index.json: builds its network from its config.
-    BUILDERS: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = {}
+    BUILDERS: ClassVar[Builders] = {}
 
     limits: Limits
     timings: PipelineTimings  # of the current or last run
 
     def __init__(self, components: Components) -> None:
         self.components = components
-        components.builders = self.BUILDERS
 
     @abstractmethod
     def encode_prompt(self, params: GenerationParams) -> Any:
@@ -148,7 +132,7 @@ class Pipeline(ABC):
         """Return latents in diffusers' layout, as `latents=` accepts them."""
 
     def preview(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
-        """Return small pictures of a step, uint8 [n, T, H, W, 3], decoded from averaged squares of latents."""
+        """Return small images of a step, uint8 [n, T, H, W, 3], decoded from averaged squares of latents."""
         side = max(params.width, params.height)
         factor = min(max(round(side / PREVIEW_PIXELS), 1), *latents.shape[2:4])
         n, t, height, width, channels = latents.shape
@@ -172,24 +156,14 @@ class Pipeline(ABC):
                     pixels = self.decode(latents, params)
             return PipelineResult(backend.place().fetch(self.exported(latents)), pixels, timings)
 
-    def _timed(self, timings: PipelineTimings, name: str) -> _Timer:
-        return _Timer(self.components, timings, name)
-
-
-class _Timer:
-    """Adds the time within a context to one of the timings, and its loading time to `load_s`."""
-
-    def __init__(self, components: Components, timings: PipelineTimings, name: str) -> None:
-        self._components, self._timings, self._name = components, timings, name
-
-    def __enter__(self) -> None:
-        self._begin_s, self._loading_s = time.perf_counter(), self._components.loading_s
-
-    def __exit__(self, *error: object) -> None:
-        loading_s = self._components.loading_s - self._loading_s
-        spent_s = time.perf_counter() - self._begin_s - loading_s
-        setattr(self._timings, self._name, getattr(self._timings, self._name) + spent_s)
-        self._timings.load_s += loading_s
+    @contextlib.contextmanager
+    def _timed(self, timings: PipelineTimings, name: str) -> Iterator[None]:
+        """Set the timing of that name to the time within the context, and add its loading time to `load_s`."""
+        begin_s, loaded_s = time.perf_counter(), self.components.loading_s
+        yield
+        load_s = self.components.loading_s - loaded_s
+        setattr(timings, name, time.perf_counter() - begin_s - load_s)
+        timings.load_s += load_s
 
 
 class _StepTimer:
@@ -224,9 +198,9 @@ def denoise_loop(
 
 
 def noise(shape: Sequence[int], seeds: Sequence[int]) -> Tensor:
-    """Return normal noise fp32 [len(seeds), *shape], one generator per picture, in diffusers' order for one seed.
+    """Return normal noise fp32 [len(seeds), *shape], one generator per image, in diffusers' order for one seed.
 
-    It is drawn on the host, whatever device computes: a seed gives the same picture everywhere.
+    It is drawn on the host, whatever device computes: a seed gives the same image everywhere.
     """
     drawn = [torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return torch.stack(drawn).to(backend.device())
@@ -235,7 +209,7 @@ def noise(shape: Sequence[int], seeds: Sequence[int]) -> Tensor:
 def given_latents(params: GenerationParams, shape: Sequence[int]) -> Tensor:
     """Return the request's validated latents, or noise by its seeds: fp32 [n, *shape], in diffusers' layout.
 
-    A request for n pictures may give n, or one for all of them.
+    A request for n images may give n, or one for all of them.
     """
     if params.latents is None:
         return noise(shape, params.seeds)
@@ -255,16 +229,16 @@ def given_latents(params: GenerationParams, shape: Sequence[int]) -> Tensor:
     return latents.expand(expected).clone().to(backend.device())
 
 
-def to_pixels(pictures: Tensor) -> np.ndarray:
-    """Convert pictures in [-1, 1], of any shape, to uint8."""
-    pixels = ((pictures.float() + 1) * 127.5).round_().clamp_(0, 255).to(torch.uint8)
+def to_pixels(images: Tensor) -> np.ndarray:
+    """Convert images in [-1, 1], of any shape, to uint8."""
+    pixels = ((images.float() + 1) * 127.5).round_().clamp_(0, 255).to(torch.uint8)
     return backend.place().fetch(pixels).numpy()
 
 
-def from_picture(picture: Any, width: int, height: int) -> Tensor:
-    """Return a PIL picture resized to fit, fp32 [1, 1, H, W, 3] in [-1, 1]."""
+def resized_image(image: Any, width: int, height: int) -> Tensor:
+    """Return a PIL image resized to fit, fp32 [1, 1, H, W, 3] in [-1, 1]."""
     from PIL import Image
 
-    if not isinstance(picture, Image.Image):
-        raise RequestError(f"image is a {type(picture).__name__}, expected a PIL picture", param="image")
-    return as_tensor(picture.convert("RGB").resize((width, height), Image.Resampling.LANCZOS))
+    if not isinstance(image, Image.Image):
+        raise RequestError(f"image is a {type(image).__name__}, expected a PIL image", param="image")
+    return as_tensor(image.convert("RGB").resize((width, height), Image.Resampling.LANCZOS))

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from tilewright import config
-from tilewright.diffusion.components import Components
 from tilewright.diffusion.params import Cancelled, DiffusionLostError, GenerationParams
-from tilewright.diffusion.pipeline import OnStep
+from tilewright.diffusion.pipeline import OnStep, Pipeline
 from tilewright.diffusion.pipelines import open_pipeline
 from tilewright.host.binding import binding_of_ranks
 from tilewright.host.files import CheckpointError
@@ -59,9 +58,8 @@ class DiffusionRanks:
     """The ranks 1 to size - 1, as the first one sees them."""
 
     def __init__(self, size: int, components: Mapping[str, Any], platform: Platform, cpu_binding: str | None) -> None:
-        """Start the ranks; `components` are the arguments of `Components`, as JSON."""
+        """Start the ranks; `components` are the arguments of `open_pipeline`, as JSON."""
         self._lost: DiffusionLostError | None = None
-        self._is_ended_by_caller = False  # whether on_step ended the current run
         self._cleanup = contextlib.ExitStack()
         try:
             self._start(size, components, platform, cpu_binding)
@@ -95,39 +93,36 @@ class DiffusionRanks:
             self._cleanup.callback(release_binding)
 
     @contextlib.contextmanager
-    def running(self, params: GenerationParams) -> Iterator[None]:
-        """Run the request on the other ranks while the first runs it in the context.
+    def running(self, params: GenerationParams, on_step: OnStep) -> Iterator[OnStep]:
+        """Run the request on the other ranks while the first runs it in the context, with the on_step that it gets.
 
-        A rank that fails alone ends all of them.
+        Whatever `on_step` raises, the others stop as well. A rank that fails alone ends all of them.
         """
         if self._lost:
             raise self._lost
-        self._is_ended_by_caller = False
-        try:
-            self.tell(DiffusionCommand.run, params)  # a rank that has just died is noticed here
-            yield
-        except SHARED_ERRORS:
-            raise
-        except BaseException as error:
-            if self._is_ended_by_caller:
-                raise
-            self._lose(f"rank 0 failed alone: {error!r}")
-            assert self._lost is not None
-            raise self._lost from error
-
-    def deciding(self, on_step: OnStep) -> OnStep:
-        """Return the first rank's on_step: if it raises, the others stop as well."""
+        is_ended_by_caller = False
 
         def decide(step: int, num_steps: int, latents: Tensor) -> None:
+            nonlocal is_ended_by_caller
             try:
                 on_step(step, num_steps, latents)
             except BaseException:
                 self.tell(DiffusionCommand.cancel)
-                self._is_ended_by_caller = True
+                is_ended_by_caller = True
                 raise
             self.tell(DiffusionCommand.go_on)
 
-        return decide
+        try:
+            self.tell(DiffusionCommand.run, params)  # a rank that has just died is noticed here
+            yield decide
+        except SHARED_ERRORS:
+            raise
+        except BaseException as error:
+            if is_ended_by_caller:
+                raise
+            self._lose(f"rank 0 failed alone: {error!r}")
+            assert self._lost is not None
+            raise self._lost from error
 
     def tell(self, command: DiffusionCommand, content: object = None) -> None:
         """Send a command to the other ranks, which wait for it."""
@@ -156,12 +151,12 @@ def main(channel: Channel, rank: int, size: int, payload: dict[str, Any], fds: l
     group = make_group(Rendezvous.from_json(payload["rendezvous"]), rank)
     backend.activate(payload["backend"], payload["device"])
     bind_team()
-    follow(Components(**payload["components"], group=group))
+    follow(open_pipeline(**payload["components"], group=group))
 
 
-def follow(components: Components) -> None:
+def follow(pipeline: Pipeline) -> None:
     """Run the first rank's requests until it sends stop."""
-    pipeline, group = open_pipeline(components), components.group
+    group = pipeline.components.group
     while True:
         command, params = _listen(group)
         if command is DiffusionCommand.stop:

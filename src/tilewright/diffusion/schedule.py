@@ -1,8 +1,8 @@
 """Noise levels and the steps between them, as plain functions over a list of sigmas; classifier-free guidance.
 
-A schedule is num_steps + 1 sigmas: latents are (1 - sigma) * picture + sigma * noise, from the first sigma, (nearly) 1,
+A schedule is num_steps + 1 sigmas: latents are (1 - sigma) * image + sigma * noise, from the first sigma, (nearly) 1,
 to the last, 0. A solver turns it into a `Step`: a function that moves latents from one sigma to the next by the
-transformer's prediction, the velocity noise - picture. A multistep solver keeps its history in that function.
+transformer's prediction, the velocity noise - image. A multistep solver keeps its history in that function.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def euler(schedule: Schedule) -> Step:
 
 
 def estimate(schedule: Schedule, index: int, latents: Tensor, velocity: Tensor) -> Tensor:
-    """Return the picture that step `index` predicts: the latents at sigma 0 if the velocity stayed constant."""
+    """Return the image that step `index` predicts: the latents at sigma 0 if the velocity stayed constant."""
     return latents - schedule.sigmas[index] * velocity
 
 
@@ -60,7 +60,7 @@ def linear_sigmas(num_steps: int) -> list[float]:
 
 
 def shift_for(num_tokens: int, config: Mapping[str, Any]) -> float:
-    """Return mu, the shift of a picture of `num_tokens`: a line through the two points of a scheduler's config."""
+    """Return mu, the shift of an image of `num_tokens`: a line through the two points of a scheduler's config."""
     low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     base, top = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     return base + (top - base) / (high - low) * (num_tokens - low)
@@ -134,7 +134,7 @@ def _respaced(sigmas: Sequence[float], config: Mapping[str, Any]) -> list[float]
 def guided(positive: Tensor, negative: Tensor, scale: float, max_norm: float = 0.0) -> Tensor:
     """Return positive + scale * (positive - negative), fp32 [n, ...].
 
-    With `max_norm`, a picture's result is at most that many times as long as its positive: strong guidance
+    With `max_norm`, an image's result is at most that many times as long as its positive: strong guidance
     oversaturates colours.
     """
     result = positive + scale * (positive - negative)
@@ -145,5 +145,5 @@ def guided(positive: Tensor, negative: Tensor, scale: float, max_norm: float = 0
 
 
 def _norms(x: Tensor) -> Tensor:
-    """Return the norm of each picture, in a shape that broadcasts over it."""
+    """Return the norm of each image, in a shape that broadcasts over it."""
     return torch.linalg.vector_norm(x.flatten(1), dim=1).view(-1, *(1 for _ in x.shape[1:]))

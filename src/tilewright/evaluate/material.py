@@ -1,4 +1,4 @@
-"""The material of an evaluation: variants of a model, windows of a text, questions about pictures. Imports no torch."""
+"""The material of an evaluation: variants of a model, windows of a text, questions about images. Imports no torch."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ class Question:
 
     @property
     def messages(self) -> list[dict[str, object]]:
-        pictures = [{"type": "image", "image": str(path)} for path in self.images]
-        return [{"role": "user", "content": [*pictures, {"type": "text", "text": self.text}]}]
+        images = [{"type": "image", "image": str(path)} for path in self.images]
+        return [{"role": "user", "content": [*images, {"type": "text", "text": self.text}]}]
 
 
 @dataclass(frozen=True)

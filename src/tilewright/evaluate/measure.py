@@ -1,4 +1,4 @@
-"""Measures each variant's prediction of a text, answers about pictures, speed and memory, and reports the results.
+"""Measures each variant's prediction of a text, answers about images, speed and memory, and reports the results.
 
 V: vocabulary, R: rows.
 """
@@ -225,8 +225,8 @@ def _score_text(
 
 def _ask(settings: EvalSettings, one: EvalVariant, engine: Engine, make_bar: MakeBar) -> AnswerScore:
     if "image" not in engine.loaded.processor.accepts:
-        raise RequestError(f"--pictures is given, but {engine.loaded.name} accepts no pictures")
-    bar = make_bar(f"{one.name}: pictures", len(settings.questions))
+        raise RequestError(f"--pictures is given, but {engine.loaded.name} accepts no images")
+    bar = make_bar(f"{one.name}: images", len(settings.questions))
     is_right: list[bool] = []
     for start in range(0, len(settings.questions), ANSWERS_AT_ONCE):
         some = settings.questions[start : start + ANSWERS_AT_ONCE]

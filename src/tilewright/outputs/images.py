@@ -1,4 +1,4 @@
-"""Encodes generated pictures, with their settings in the file."""
+"""Encodes generated images, with their settings in the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SETTINGS_KEY = "parameters"  # key of a PNG's text, as in other tools
 _EXIF_DESCRIPTION = 0x010E  # ImageDescription, for JPEG and WebP
 
 
-def encode_picture(pixels: np.ndarray, file_format: str, settings: Mapping[str, Any], quality: int = 95) -> bytes:
+def encode_image(pixels: np.ndarray, file_format: str, settings: Mapping[str, Any], quality: int = 95) -> bytes:
     """Return the png, jpeg or webp file of uint8 [H, W, 3]."""
     from PIL import Image, PngImagePlugin
 
@@ -32,7 +32,7 @@ def encode_picture(pixels: np.ndarray, file_format: str, settings: Mapping[str, 
 
 
 def settings_of(data: bytes) -> dict[str, Any] | None:
-    """Return the settings stored in a picture's file; None if it has none."""
+    """Return the settings stored in an image's file; None if it has none."""
     from PIL import Image
 
     with Image.open(io.BytesIO(data)) as image:

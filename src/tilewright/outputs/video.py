@@ -1,4 +1,4 @@
-"""Encodes videos: MP4 for players and browsers, or an animated picture, by the file's suffix.
+"""Encodes videos: MP4 for players and browsers, or an animated image, by the file's suffix.
 
 Imports no torch: frames are uint8 arrays.
 """
@@ -90,14 +90,14 @@ def mp4_encoder() -> str:
 def _encode_animation(frames: np.ndarray, fps: float, suffix: str) -> bytes:
     from PIL import Image
 
-    pictures = [Image.fromarray(np.ascontiguousarray(frame)) for frame in frames]
+    images = [Image.fromarray(np.ascontiguousarray(frame)) for frame in frames]
     file = io.BytesIO()
     options = {"lossless": True} if suffix == ".webp" else {}
-    pictures[0].save(
+    images[0].save(
         file,
         ANIMATIONS[suffix],
         save_all=True,
-        append_images=pictures[1:],
+        append_images=images[1:],
         duration=round(1000 / fps),
         loop=0,
         **options,

@@ -30,7 +30,7 @@ class Checkpoint(Protocol):
     fingerprint: str  # changes with any file's name, size, time or header
     files: Path | None  # the folder with tokenizer and templates; None: tokenizer_metadata has them
     tokenizer_metadata: Mapping[str, object] | None  # a GGUF file's tokenizer.* keys
-    missing: str | None  # the missing file of a model that could see, as the error for pictures names it
+    missing: str | None  # the missing file of a model that could see, as the error for images names it
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type of what `read` returns."""
@@ -57,7 +57,7 @@ class Checkpoint(Protocol):
 def open_checkpoint(model: str | Path, mmproj: str | Path | None = None) -> Checkpoint:
     """Open the checkpoint in a folder, a .gguf file, or the download of a hub id such as "org/name".
 
-    `mmproj`: the projector of a .gguf file, for pictures; "none": text only; None: the fitting one beside the file.
+    `mmproj`: the projector of a .gguf file, for images; "none": text only; None: the fitting one beside the file.
     """
     path = local_path(model)
     if not path.is_dir():

@@ -53,7 +53,7 @@ class TransposedConvWeight(Weight[PackedConv]):
 
 
 class UpsampleWeight(Weight[PackedUpsample]):
-    """A convolution [O, C, 3, 3] with bias [O] of a picture upsampled by two, every pixel repeated."""
+    """A convolution [O, C, 3, 3] with bias [O] of an image upsampled by two, every pixel repeated."""
 
     def __init__(self, name: str, out_channels: int, in_channels: int) -> None:
         shape = (out_channels, in_channels, 3, 3)

@@ -1,6 +1,6 @@
 """The models of the distribution tilewright-tiny, for users who name none. Imports no torch.
 
-`tiny_vl/` answers questions about pictures, `tiny_omni/` hears and speaks, `tiny_draw/` makes pictures. Each is an
+`tiny_vl/` answers questions about images, `tiny_omni/` hears and speaks, `tiny_draw/` makes images. Each is an
 ordinary checkpoint folder, loaded by the same code; docs/embedded.md describes what they can do.
 """
 

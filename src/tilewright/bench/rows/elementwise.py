@@ -177,7 +177,7 @@ def _layer(tokens: int, width: int) -> Calls:
     return Calls(ours, theirs, check)
 
 
-SHAPES = ((4096, 3072), (1024, 1536))  # picture tokens, width
+SHAPES = ((4096, 3072), (1024, 1536))  # image tokens, width
 
 
 def ada_norm_rows() -> Iterator[Row]:

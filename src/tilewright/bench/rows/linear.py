@@ -54,7 +54,7 @@ def linear_rows() -> Iterator[Row]:
             for m in VISION_ROWS:
                 yield _row("linear", f"{model.name} vision {name}", m, n, k, f"linear vision M={m}")
         vision, patches = model.vision, VISION_ROWS[-1]
-        frame = vision.patch_elements // 2  # for a picture, whose kernel is summed over the two frames
+        frame = vision.patch_elements // 2  # for an image, whose kernel is summed over the two frames
         moved = 2 * (vision.hidden * frame + patches * (frame + vision.hidden))
         shape = f"{model.name} {patches} patches of {vision.patch} x {vision.patch}"
         yield Row("patch embedding", shape, moved, 2 * patches * vision.hidden * frame, partial(_patches, vision))

@@ -1,4 +1,4 @@
-"""Rows of convolutions, picture preprocessing and log-mel frames.
+"""Rows of convolutions, image preprocessing and log-mel frames.
 
 Convolutions do many operations per byte, so their calls need no rotation of buffers.
 """
@@ -19,7 +19,7 @@ from tilewright.ops.torch_backend import media as media_reference
 from tilewright.ops.torch_backend.conv import plain_conv3d
 
 # Pixels on a side, channels in and out: a decoder of 512 channels at its lowest resolution, 128 at its highest.
-PICTURES = ((64, 512, 512), (128, 128, 128), (128, 512, 512), (256, 256, 256), (256, 512, 256), (512, 128, 128))
+IMAGES = ((64, 512, 512), (128, 128, 128), (128, 512, 512), (256, 256, 256), (256, 512, 256), (512, 128, 128))
 # Frames, rows, columns, channels: stages of a video decoder with one and four frames.
 CLIPS = ((1, 60, 104, 384), (4, 120, 104, 192))
 # The reference runs in fp32: this many rows suffice to show a wrong kernel.
@@ -27,8 +27,8 @@ CHECKED_ROWS = 8
 
 
 def conv_rows() -> Iterator[Row]:
-    for size, channels, outputs in PICTURES:
-        yield _row("conv2d", (1, size, size, channels), outputs, (1, 3, 3), partial(_picture, size, channels, outputs))
+    for size, channels, outputs in IMAGES:
+        yield _row("conv2d", (1, size, size, channels), outputs, (1, 3, 3), partial(_image, size, channels, outputs))
     yield _row("conv2d upsampled", (1, 128, 128, 256), 256, (1, 3, 3), partial(_upsampled, 64, 256), "x2 of ")
     yield _row("conv2d stride 2", (1, 128, 128, 256), 256, (1, 3, 3), partial(_strided, 256, 256))
     for frames, height, width, channels in CLIPS:
@@ -101,7 +101,7 @@ def _conv2d(x: Tensor, outputs: int, stride: int, padding: tuple[int, int, int, 
     return Calls(lambda _: run(x, out=out), theirs, check)
 
 
-def _picture(size: int, channels: int, outputs: int) -> Calls:
+def _image(size: int, channels: int, outputs: int) -> Calls:
     return _conv2d(random(1, size, size, channels), outputs, 1, (1, 1, 1, 1), False)
 
 
@@ -139,13 +139,13 @@ def _clip(frames: int, height: int, width: int, channels: int) -> Calls:
 
 
 # Rows and columns of a camera or a screen, and of the model's input (multiples of 32).
-CHAT_PICTURES = (((1080, 1920), (1088, 1920)), ((3024, 4032), (1536, 2048)))
+CHAT_IMAGES = (((1080, 1920), (1088, 1920)), ((3024, 4032), (1536, 2048)))
 PATCH, MERGE = 16, 2
 MEAN = STD = (0.5, 0.5, 0.5)
 
 
 def image_rows() -> Iterator[Row]:
-    for source, target in CHAT_PICTURES:
+    for source, target in CHAT_IMAGES:
         pixels_in, pixels_out = source[0] * source[1], target[0] * target[1]
         shape = f"{source[0]} x {source[1]} to {target[0]} x {target[1]}"
         taps = 4 * max(1.0, source[0] / target[0])  # per pass of two, two operations each
@@ -156,11 +156,11 @@ def image_rows() -> Iterator[Row]:
 def _patches(source: tuple[int, int], target: tuple[int, int]) -> Calls:
     # Smooth waves: noise would be clipped at overshoots, where rounding differs most.
     waves = torch.sin(torch.arange(source[0] * source[1] * 3).view(*source, 3) * 0.01)
-    picture = (waves * 100 + 128).to(torch.uint8)
-    ours = partial(media.patches, picture, *target, patch_size=PATCH, merge_size=MERGE, mean=MEAN, std=STD)
-    twin = partial(media_reference.patches, picture, *target, patch_size=PATCH, merge_size=MERGE, mean=MEAN, std=STD)
+    image = (waves * 100 + 128).to(torch.uint8)
+    ours = partial(media.patches, image, *target, patch_size=PATCH, merge_size=MERGE, mean=MEAN, std=STD)
+    twin = partial(media_reference.patches, image, *target, patch_size=PATCH, merge_size=MERGE, mean=MEAN, std=STD)
     out = ours()
-    channels_first = picture.permute(2, 0, 1)[None].contiguous()
+    channels_first = image.permute(2, 0, 1)[None].contiguous()
     return Calls(
         lambda _: ours(out=out),
         lambda _: _torch_patches(channels_first, target),
@@ -168,9 +168,9 @@ def _patches(source: tuple[int, int], target: tuple[int, int]) -> Calls:
     )
 
 
-def _torch_patches(picture: Tensor, target: tuple[int, int]) -> Tensor:
+def _torch_patches(image: Tensor, target: tuple[int, int]) -> Tensor:
     """Return patches computed in torch, as in the fast processors of transformers."""
-    resized = functional.interpolate(picture, target, mode="bicubic", antialias=True)
+    resized = functional.interpolate(image, target, mode="bicubic", antialias=True)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
     normal = (resized.float() / 255 - mean) / std
     image_rows, columns = target[0] // PATCH // MERGE, target[1] // PATCH // MERGE

@@ -27,7 +27,7 @@ CONCURRENCY = 8
 NUM_REQUESTS = 64
 EXAMPLES = """examples:
   tilewright bench serve                                        a server on this machine, 8 requests at once
-  tilewright bench serve --pictures 1 --concurrency 4           each with a picture of its own
+  tilewright bench serve --pictures 1 --concurrency 4           each with an image of its own
   tilewright bench serve http://server:8000 --rate 2 --seconds 60 --goodput ttft:2.0,itl:0.2
   tilewright bench serve --videos 1 --video-frames 8 --same-media --json serve.json --plot serve.png
   tilewright bench serve --extra '{"chat_template_kwargs": {"enable_thinking": false}}'
@@ -41,7 +41,7 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
     parser = subparsers.add_parser(
         "serve",
         help="measure an OpenAI-compatible server: latencies and throughput",
-        description="Measures any OpenAI-compatible server from outside. Prompts, pictures and videos are made from a "
+        description="Measures any OpenAI-compatible server from outside. Prompts, images and videos are made from a "
         "seed, the same for every server, before the clock starts; answers are streamed, with the requested length.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -117,9 +117,9 @@ def _add_media(parser: argparse.ArgumentParser) -> None:
 
 def _add_images(parser: argparse.ArgumentParser) -> None:
     text = "Measures /v1/images/generations or /v1/videos instead of answers."
-    group = parser.add_argument_group("making pictures and videos", text)
+    group = parser.add_argument_group("making images and videos", text)
     kind = group.add_mutually_exclusive_group()
-    kind.add_argument("--images", action="store_true", help="make pictures; prompts are random words")
+    kind.add_argument("--images", action="store_true", help="make images; prompts are random words")
     kind.add_argument("--make-videos", action="store_true", help="make videos: created, polled, read and deleted")
     text = "default: the model's"
     group.add_argument("--image-size", type=size, metavar="WxH", help=text)
@@ -203,7 +203,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_images(options: argparse.Namespace) -> int:
-    """Run the benchmark of pictures or videos; return 0, or 1 if none was made."""
+    """Run the benchmark of images or videos; return 0, or 1 if none was made."""
     from tilewright.bench.http_client import Client, ServerAddress
     from tilewright.bench.serve import images
     from tilewright.bench.serve.run import first_model, is_here, measure, measure_limits
@@ -214,8 +214,8 @@ def _run_images(options: argparse.Namespace) -> int:
     check_outputs(options)
     server = ServerAddress.parse(options.url)
     client = Client(server, headers(options.api_key))
-    noun = "video" if options.make_videos else "picture"
-    # A worker that has not started lists only pictures among its modalities.
+    noun = "video" if options.make_videos else "image"
+    # A worker that has not started lists only images among its modalities.
     modalities = ("video", "image") if options.make_videos else ("image",)
     workload = images.ImageWorkload(
         options.model or run_loop(first_model(client, *modalities)),

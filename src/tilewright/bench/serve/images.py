@@ -1,4 +1,4 @@
-"""`tilewright bench serve --images` and `--make-videos`: measures how fast a server makes pictures or videos."""
+"""`tilewright bench serve --images` and `--make-videos`: measures how fast a server makes images or videos."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def send_image(
 ) -> ImageSample:
     """Send a request and return its sample, also if it fails."""
     sent_s, failure, answer = clock() - began_s, None, {}
-    read, what = (_read_video, "video") if path == VIDEOS_PATH else (_read, "picture")
+    read, what = (_read_video, "video") if path == VIDEOS_PATH else (_read, "image")
     try:
         answer = await asyncio.wait_for(read(client, path, request.body), timeout_s)
     except (asyncio.TimeoutError, TimeoutError):
@@ -100,11 +100,11 @@ async def _read(client: Client, path: str, body: bytes) -> dict[str, Any]:
         data = await response.read(MAX_ANSWER_BYTES)
     try:
         answer = json.loads(data)
-        if all(picture.get("b64_json") or picture.get("url") for picture in answer["data"]) and answer["data"]:
+        if all(image.get("b64_json") or image.get("url") for image in answer["data"]) and answer["data"]:
             return answer
     except (ValueError, LookupError, TypeError, AttributeError):
         pass
-    raise StreamError("malformed", "the answer has no pictures, expected data with b64_json or url")
+    raise StreamError("malformed", "the answer has no images, expected data with b64_json or url")
 
 
 async def _read_video(client: Client, path: str, body: bytes) -> dict[str, Any]:
@@ -143,7 +143,7 @@ async def _object(client: Client, method: str, path: str, body: bytes | None = N
 
 @dataclass(frozen=True)
 class ImageSummary:
-    """The totals of a run, from the first request sent to the last picture."""
+    """The totals of a run, from the first request sent to the last image."""
 
     num_answered: int
     num_failed: int
@@ -184,10 +184,10 @@ def summarise(samples: Sequence[ImageSample]) -> ImageSummary:
     )
 
 
-_TITLES = {"e2e": "whole request (E2E)", "picture": "per picture", "step": "per step", "queued": "in the queue"}
+_TITLES = {"e2e": "whole request (E2E)", "picture": "per image", "step": "per step", "queued": "in the queue"}
 
 
-def as_table(summary: ImageSummary, client_cpu_share: float, noun: str = "picture") -> str:
+def as_table(summary: ImageSummary, client_cpu_share: float, noun: str = "image") -> str:
     """Return the run as a table."""
     titles = {**_TITLES, "picture": f"per {noun}"}
     names = ("mean", *(f"p{percent}" for percent in PERCENTS), "max")

@@ -1,4 +1,4 @@
-"""Makes the requests of a run from a seed, the same for every server; all pictures, videos and sounds differ."""
+"""Makes the requests of a run from a seed, the same for every server; all images, videos and sounds differ."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ def draw(size: tuple[int, int], chance: random.Random) -> Image:
     from PIL import Image, ImageDraw
 
     width, height = size
-    picture = Image.frombytes("RGB", (4, 4), chance.randbytes(48)).resize(size, Image.Resampling.BICUBIC)
-    pen = ImageDraw.Draw(picture)
+    image = Image.frombytes("RGB", (4, 4), chance.randbytes(48)).resize(size, Image.Resampling.BICUBIC)
+    pen = ImageDraw.Draw(image)
     for _ in range(NUM_SHAPES):
         left, top = chance.randrange(width), chance.randrange(height)
         right, bottom = left + chance.randint(1, 1 + width // 4), top + chance.randint(1, 1 + height // 4)
         shape = chance.choice((pen.ellipse, pen.rectangle))
         shape((left, top, right, bottom), fill=tuple(chance.randbytes(3)))
-    return picture
+    return image
 
 
-def picture_url(size: tuple[int, int], format: str, chance: random.Random) -> str:
-    """Return a drawn picture as a data URL; `format` is jpeg or png."""
+def image_url(size: tuple[int, int], format: str, chance: random.Random) -> str:
+    """Return a drawn image as a data URL; `format` is jpeg or png."""
     file = io.BytesIO()
     draw(size, chance).save(file, format, quality=JPEG_QUALITY)
     return _data_url(f"image/{format}", file.getvalue())
 
 
 def video_url(size: tuple[int, int], num_frames: int, chance: random.Random) -> str:
-    """Return a drawn picture that moves to the left, as an MP4 in a data URL. Sides must be even."""
+    """Return a drawn image that moves to the left, as an MP4 in a data URL. Sides must be even."""
     import av
     from PIL import ImageChops
 
-    picture = draw(size, chance)
+    image = draw(size, chance)
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         # FFmpeg's own encoder, which every build has, so that a seed is the same work everywhere.
@@ -61,7 +61,7 @@ def video_url(size: tuple[int, int], num_frames: int, chance: random.Random) -> 
         stream.width, stream.height = size
         stream.pix_fmt = "yuv420p"
         for index in range(num_frames):
-            shifted = ImageChops.offset(picture, -index * size[0] // num_frames, 0)
+            shifted = ImageChops.offset(image, -index * size[0] // num_frames, 0)
             container.mux(stream.encode(av.VideoFrame.from_image(shifted)))
         container.mux(stream.encode(None))
     return _data_url("video/mp4", file.getvalue())
@@ -187,7 +187,7 @@ class Workload:
         whose = "every" if self.same_media else number
         for index in range(self.pictures):
             chance = random.Random(f"{self.seed} {whose} picture {index}")
-            url = picture_url(self.picture_size, self.picture_format, chance)
+            url = image_url(self.picture_size, self.picture_format, chance)
             yield {"type": "image_url", "image_url": {"url": url}}
         for index in range(self.videos):
             chance = random.Random(f"{self.seed} {whose} video {index}")

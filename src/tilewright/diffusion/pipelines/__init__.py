@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from tilewright.diffusion.components import Components
+from tilewright.diffusion.components import Components, pipeline_folder
 from tilewright.diffusion.pipeline import Pipeline
+from tilewright.host.files import read_json
 from tilewright.types import UnsupportedConfig
 
 # Module and class within diffusion/pipelines, imported on use.
@@ -24,19 +27,20 @@ PIPELINES: Mapping[str, tuple[str, str]] = {
 
 
 NOT_BUILT: Mapping[str, str] = {
-    "QwenImageEditInpaintPipeline": "it takes a mask; QwenImageEditPipeline edits whole pictures",
+    "QwenImageEditInpaintPipeline": "it takes a mask; QwenImageEditPipeline edits whole images",
 }
 
 
-def open_pipeline(components: Components) -> Pipeline:
-    """Return the pipeline of a checkpoint, without loading weights."""
-    name = components.class_name
+def open_pipeline(model: str | Path, **options: Any) -> Pipeline:
+    """Return the pipeline of a checkpoint, without loading weights. `options` are those of `Components`."""
+    folder = pipeline_folder(model)
+    name = str(read_json(folder / "model_index.json").get("_class_name"))
     if name in NOT_BUILT:
-        raise UnsupportedConfig(f"{components.folder} is of a {name}, which is not supported: {NOT_BUILT[name]}")
+        raise UnsupportedConfig(f"{folder} is of a {name}, which is not supported: {NOT_BUILT[name]}")
     if name not in PIPELINES:
         raise UnsupportedConfig(
-            f"{components.folder / 'model_index.json'} is of a {name}, expected one of {', '.join(sorted(PIPELINES))}"
+            f"{folder / 'model_index.json'} is of a {name}, expected one of {', '.join(sorted(PIPELINES))}"
         )
     module, class_name = PIPELINES[name]
     pipeline = getattr(importlib.import_module(f"tilewright.diffusion.pipelines.{module}"), class_name)
-    return pipeline(components)
+    return pipeline(Components(folder, pipeline.BUILDERS, **options))

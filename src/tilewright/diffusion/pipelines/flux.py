@@ -1,4 +1,4 @@
-"""FLUX.1 schnell, dev and Kontext: T5 encodes the prompt, CLIP pools it, text and picture are one sequence."""
+"""FLUX.1 schnell, dev and Kontext: T5 encodes the prompt, CLIP pools it, text and image are one sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tilewright.diffusion.pipeline import (
     denoise_loop,
     given_latents,
     noise,
-    pictures,
+    rgb_images,
     to_pixels,
 )
 from tilewright.diffusion.prompts import TextCache, check_length, cut, padded
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 NUM_TEXT = 512  # tokens that the transformer reads, padding included, as in training
 PATCH = 2  # latent pixels along a side of a token
-# Sizes of the pictures that Kontext was trained to edit: the one of the nearest shape is used.
+# Sizes of the images that Kontext was trained to edit: the one of the nearest shape is used.
 KONTEXT_SIZES = (
     *((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104)),
     (1024, 1024),
@@ -48,7 +48,7 @@ KONTEXT_SIZES = (
 class FluxConditioning:
     states: Tensor  # [NUM_TEXT, D] of T5
     pooled: Tensor  # [D] of CLIP
-    reference: Tensor | None  # latents [1, 1, h, w, C] of the picture to edit
+    reference: Tensor | None  # latents [1, 1, h, w, C] of the image to edit
 
 
 class Flux(Pipeline):
@@ -105,17 +105,17 @@ class Flux(Pipeline):
             states = encoder.encode([padded(ids, NUM_TEXT, self.t5_tokenizer) for ids in t5_ids])
         return list(zip(states, pooled, strict=True))
 
-    def _reference(self, image: Any) -> Tensor | None:
-        found = pictures(image, most=1)
+    def _reference(self, given: Any) -> Tensor | None:
+        found = rgb_images(given, most=1)
         if not found:
             return None
-        picture = found[0]
+        image = found[0]
         multiple = self.vae_factor * PATCH
-        ratio = picture.width / picture.height
+        ratio = image.width / image.height
         width, height = min(KONTEXT_SIZES, key=lambda size: abs(ratio - size[0] / size[1]))
         size = width // multiple * multiple, height // multiple * multiple
         with self.components.use("vae") as vae:
-            return vae.encode(as_tensor(picture.resize(size, Image.Resampling.LANCZOS))).float()
+            return vae.encode(as_tensor(image.resize(size, Image.Resampling.LANCZOS))).float()
 
     def init_latents(self, params: GenerationParams) -> Tensor:
         height, width = params.height // self.vae_factor, params.width // self.vae_factor
@@ -152,7 +152,7 @@ class Flux(Pipeline):
 
     def decode(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
         with self.components.use("vae") as vae:
-            return np.concatenate([to_pixels(vae.decode(picture)) for picture in latents.split(1)])
+            return np.concatenate([to_pixels(vae.decode(image)) for image in latents.split(1)])
 
     def exported(self, latents: Tensor) -> Tensor:
         return _tokens(latents)

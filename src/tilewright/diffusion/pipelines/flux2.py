@@ -1,4 +1,4 @@
-"""FLUX.2 klein: Qwen3 encodes the prompt, pictures to edit are tokens beside the generated one."""
+"""FLUX.2 klein: Qwen3 encodes the prompt, images to edit are tokens beside the generated one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewright.diffusion.components import Components
 from tilewright.diffusion.params import GenerationParams, Limits
-from tilewright.diffusion.pipeline import OnStep, Pipeline, denoise_loop, fitted, given_latents, pictures, to_pixels
+from tilewright.diffusion.pipeline import OnStep, Pipeline, denoise_loop, fitted, given_latents, rgb_images, to_pixels
 from tilewright.diffusion.prompts import ChatPrompts, TextCache, padded
 from tilewright.diffusion.schedule import euler, flow_match_schedule, guided, linear_sigmas
 from tilewright.layers.memory import StepCache
@@ -29,14 +29,14 @@ NUM_TEXT = 512  # tokens that the transformer reads, padding included, as in tra
 HIDDEN_LAYERS = (9, 18, 27)
 MAX_REFERENCES = 10
 MAX_REFERENCE_PIXELS = 1024 * 1024
-# Distance between pictures on their axis: the generated one is at 0, pictures to edit follow.
+# Distance between images on their axis: the generated one is at 0, images to edit follow.
 REFERENCE_STRIDE = 10
 
 
 @dataclass(frozen=True)
 class Flux2Conditioning:
     texts: tuple[Tensor, ...]  # [NUM_TEXT, D] of the prompt, then of the negative one if there is guidance
-    references: tuple[Tensor, ...]  # latents [1, 1, h, w, C] of the pictures to edit
+    references: tuple[Tensor, ...]  # latents [1, 1, h, w, C] of the images to edit
 
 
 class Flux2Klein(Pipeline):
@@ -77,12 +77,12 @@ class Flux2Klein(Pipeline):
         texts = [params.prompt] + ([params.negative_prompt or ""] if self.is_guided(params) else [])
         if params.guidance > 1 and self.is_distilled:
             _log.warning("guidance %g is ignored: this model was distilled to need none", params.guidance)
-        found = pictures(params.image, MAX_REFERENCES)
+        found = rgb_images(params.image, MAX_REFERENCES)
         references: list[Tensor] = []
         if found:
             with self.components.use("vae") as vae:
-                pixels = [fitted(picture, MAX_REFERENCE_PIXELS, self.vae_factor) for picture in found]
-                references = [vae.encode(picture).float() for picture in pixels]
+                pixels = [fitted(image, MAX_REFERENCE_PIXELS, self.vae_factor) for image in found]
+                references = [vae.encode(image).float() for image in pixels]
         return Flux2Conditioning(tuple(self.texts.encode(texts, self._encode)), tuple(references))
 
     def _encode(self, texts: list[str]) -> list[Tensor]:
@@ -129,16 +129,16 @@ class Flux2Klein(Pipeline):
 
     def decode(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
         with self.components.use("vae") as vae:
-            return np.concatenate([to_pixels(vae.decode(picture)) for picture in latents.split(1)])
+            return np.concatenate([to_pixels(vae.decode(image)) for image in latents.split(1)])
 
     def exported(self, latents: Tensor) -> Tensor:
         return latents[:, 0].permute(0, 3, 1, 2).contiguous()
 
 
 def empirical_shift(num_tokens: int, num_steps: int) -> float:
-    """Return mu, as measured for the model: lines over the tokens of a picture, one for 10 steps and one for 200.
+    """Return mu, as measured for the model: lines over the tokens of an image, one for 10 steps and one for 200.
 
-    It is interpolated between them; large pictures use the line of 200 for any number of steps.
+    It is interpolated between them; large images use the line of 200 for any number of steps.
     """
     of_200 = 0.00016927 * num_tokens + 0.45666666
     if num_tokens > 4300:
@@ -153,5 +153,5 @@ def _tokens(latents: Tensor) -> Tensor:
 
 
 def _positions(references: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return the positions of the tokens of each picture to edit."""
+    """Return the positions of the tokens of each image to edit."""
     return [grid_positions(REFERENCE_STRIDE * i, *latents.shape[2:4]) for i, latents in enumerate(references, start=1)]

@@ -31,7 +31,7 @@ PATCH = 2  # latent pixels along a side of a patch
 @dataclass(frozen=True)
 class QwenImageConditioning:
     texts: list[Tensor]  # [M, D] of the prompt, then of the negative one if there is guidance
-    references: References | None = None  # pictures to edit
+    references: References | None = None  # images to edit
 
 
 class QwenImage(Pipeline):
@@ -82,7 +82,7 @@ class QwenImage(Pipeline):
             return latents.permute(0, 1, 3, 4, 2).contiguous()
         num_patches, channels = height * width // PATCH**2, self.latent_channels * PATCH**2
         patches = given_latents(params, (num_patches, channels))
-        return _pictures(patches, (height // PATCH, width // PATCH))
+        return _unpatched(patches, (height // PATCH, width // PATCH))
 
     def denoise(
         self, latents: Tensor, conditioning: QwenImageConditioning, params: GenerationParams, on_step: OnStep
@@ -100,17 +100,17 @@ class QwenImage(Pipeline):
                 is_guided = len(texts) == 2 and params.is_guided(schedule.sigmas[index])
                 if not is_guided:
                     alone = transformer(patches, timestep, texts[:1] * n, grid, caches[False], references)
-                    return _pictures(alone, grid)
+                    return _unpatched(alone, grid)
                 of_all = texts[:1] * n + texts[1:] * n
                 both = transformer(torch.cat([patches, patches]), timestep, of_all, grid, caches[True], references)
                 velocity, without = both.chunk(2)
-                return _pictures(_guided(velocity, without, params.guidance), grid)
+                return _unpatched(_guided(velocity, without, params.guidance), grid)
 
             return denoise_loop(latents, schedule, euler(schedule), predict, on_step)
 
     def decode(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
         with self.components.use("vae") as vae:
-            return np.concatenate([to_pixels(vae.decode(picture)) for picture in latents.split(1)])
+            return np.concatenate([to_pixels(vae.decode(image)) for image in latents.split(1)])
 
     def exported(self, latents: Tensor) -> Tensor:
         return patches_of(latents)
@@ -129,7 +129,7 @@ def patches_of(latents: Tensor) -> Tensor:
     return blocks.permute(0, 1, 3, 5, 2, 4).reshape(n, -1, channels * PATCH**2)
 
 
-def _pictures(patches: Tensor, grid: tuple[int, int]) -> Tensor:
+def _unpatched(patches: Tensor, grid: tuple[int, int]) -> Tensor:
     """Invert `patches_of`."""
     blocks = patches.view(len(patches), *grid, -1, PATCH, PATCH).permute(0, 1, 4, 2, 5, 3)
     return torch.flatten(blocks.flatten(3, 4), 1, 2)[:, None].contiguous()

@@ -1,6 +1,6 @@
-"""Qwen-Image-Edit: Qwen2.5-VL reads the prompt with the pictures, whose latents are rows beside the generated one's.
+"""Qwen-Image-Edit: Qwen2.5-VL reads the prompt with the images, whose latents are rows beside the generated one's.
 
-The later releases (Edit-Plus) accept several pictures, and show smaller ones to the text encoder.
+The later releases (Edit-Plus) accept several images, and show smaller ones to the text encoder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewright.diffusion.components import Components
 from tilewright.diffusion.params import GenerationParams, Limits, size_of_area
-from tilewright.diffusion.pipeline import as_tensor, pictures
+from tilewright.diffusion.pipeline import as_tensor, rgb_images
 from tilewright.diffusion.pipelines.qwen_image import (
     MAX_TEXT_TOKENS,
     PATCH,
@@ -40,11 +40,11 @@ TEMPLATE = (
     "<|im_end|>\n"
     "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
-PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
-NUM_TEMPLATE_TOKENS = 64  # before the first picture: not passed to the transformer
-AREA = 1024 * 1024  # of the generated picture, and of the VAE's inputs
+IMAGE_TOKENS = "<|vision_start|><|image_pad|><|vision_end|>"
+NUM_TEMPLATE_TOKENS = 64  # before the first image: not passed to the transformer
+AREA = 1024 * 1024  # of the generated image, and of the VAE's inputs
 SEEN_AREA = 384 * 384  # of the text encoder's inputs in Edit-Plus; the first release uses AREA
-MAX_PICTURES = 3  # of Edit-Plus, as in training
+MAX_IMAGES = 3  # of Edit-Plus, as in training
 
 
 class QwenImageEdit(QwenImage):
@@ -73,7 +73,7 @@ class QwenImageEdit(QwenImage):
         )
 
     def encode_prompt(self, params: GenerationParams) -> QwenImageConditioning:
-        given = pictures(params.image, MAX_PICTURES if self.takes_several else 1)
+        given = rgb_images(params.image, MAX_IMAGES if self.takes_several else 1)
         prompts = [params.prompt] + ([params.negative_prompt or ""] if self.is_guided(params) else [])
         texts = self._encode_seeing(prompts, given)
         with self.components.use("vae") as vae:
@@ -82,9 +82,9 @@ class QwenImageEdit(QwenImage):
         return QwenImageConditioning(texts, References(torch.cat([patches_of(one)[0] for one in latents]), grids))
 
     def _encode_seeing(self, prompts: Sequence[str], given: Sequence[Image.Image]) -> list[Tensor]:
-        """Return hidden states [M, D] of each prompt, with the pictures' features."""
+        """Return hidden states [M, D] of each prompt, with the images' features."""
         tokenizer = self.components.tokenizer()
-        seen = [_resized(picture, SEEN_AREA if self.takes_several else AREA) for picture in given]
+        seen = [_resized(image, SEEN_AREA if self.takes_several else AREA) for image in given]
         sizes = [image_size(one.height, one.width, self.preprocessing, "image") for one in seen]
         rows = [self._patches(one, size) for one, size in zip(seen, sizes, strict=True)]
         patch = self.preprocessing.patch_size
@@ -100,24 +100,24 @@ class QwenImageEdit(QwenImage):
     def _ids(
         self, prompt: str, grids: Sequence[tuple[int, int]], tokenizer: Tokenizer, encoder: SeeingEncoder
     ) -> list[int]:
-        """Return the prompt in its template, with as many tokens for each picture as it has features."""
-        shown = PICTURE
+        """Return the prompt in its template, with as many tokens for each image as it has features."""
+        shown = IMAGE_TOKENS
         if self.takes_several:
-            shown = "".join(f"Picture {number}: {PICTURE}" for number in range(1, len(grids) + 1))
+            shown = "".join(f"Picture {number}: {IMAGE_TOKENS}" for number in range(1, len(grids) + 1))
         ids = tokenizer.encode(TEMPLATE.format(shown + prompt))
         check_length(ids, self.limits.max_prompt_tokens)
         if ids.count(encoder.image_token) != len(grids):
-            raise RequestError("the prompt has <|image_pad|>, the token of a picture, expected text", param="prompt")
+            raise RequestError("the prompt has <|image_pad|>, the token of an image, expected text", param="prompt")
         counts = iter(rows * columns // self.preprocessing.merge_size**2 for rows, columns in grids)
         expanded: list[int] = []
         for token in ids:
             expanded += [token] * next(counts) if token == encoder.image_token else [token]
         return expanded
 
-    def _patches(self, picture: Image.Image, size: tuple[int, int]) -> Tensor:
-        """Return patches [N, 3 P P], fp32, of the picture at that height and width."""
-        return self.preprocessing.patches(torch.from_numpy(np.array(picture)), size, dtype=torch.float32)
+    def _patches(self, image: Image.Image, size: tuple[int, int]) -> Tensor:
+        """Return patches [N, 3 P P], fp32, of the image at that height and width."""
+        return self.preprocessing.patches(torch.from_numpy(np.array(image)), size, dtype=torch.float32)
 
 
-def _resized(picture: Image.Image, area: int) -> Image.Image:
-    return picture.resize(size_of_area(area, picture.size), Image.Resampling.LANCZOS)
+def _resized(image: Image.Image, area: int) -> Image.Image:
+    return image.resize(size_of_area(area, image.size), Image.Resampling.LANCZOS)

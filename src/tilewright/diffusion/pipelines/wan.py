@@ -1,6 +1,6 @@
-"""Wan 2.1 and 2.2: videos from a text, or from a text and the picture that the video begins with.
+"""Wan 2.1 and 2.2: videos from a text, or from a text and the image that the video begins with.
 
-Wan 2.2 TI2V keeps a picture's latents as the first frame, at timestep 0. Wan 2.2 I2V reads the picture as further
+Wan 2.2 TI2V keeps an image's latents as the first frame, at timestep 0. Wan 2.2 I2V reads the image as further
 channels of the latents. The 14B models of 2.2 have two transformers: one for high noise, and one for low.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from tilewright.diffusion.components import Components
 from tilewright.diffusion.multistep import solver_of
 from tilewright.diffusion.params import GenerationParams, Limits
-from tilewright.diffusion.pipeline import OnStep, Pipeline, denoise_loop, from_picture, given_latents, to_pixels
+from tilewright.diffusion.pipeline import OnStep, Pipeline, denoise_loop, given_latents, resized_image, to_pixels
 from tilewright.diffusion.prompts import TextCache, check_length
 from tilewright.diffusion.schedule import guided
 from tilewright.layers.memory import StepCache
@@ -35,7 +35,7 @@ TEXT_TOKENS = 512  # rows of any text that the transformer reads, zeros after it
 @dataclass(frozen=True)
 class WanConditioning:
     texts: list[Tensor]  # [TEXT_TOKENS, D] of the prompt, then of the negative one if there is guidance
-    picture: Tensor | None  # latents that the video begins with, or channels with the picture
+    image: Tensor | None  # latents that the video begins with, or channels with the image
 
 
 class Wan(Pipeline):
@@ -50,14 +50,14 @@ class Wan(Pipeline):
         super().__init__(components)
         if components.has("image_encoder"):
             raise UnsupportedConfig(
-                f"{components.folder} has an image_encoder: Wan 2.1 image-to-video, which reads its picture through "
+                f"{components.folder} has an image_encoder: Wan 2.1 image-to-video, which reads its image through "
                 "CLIP, is not supported; Wan 2.2 TI2V and I2V are"
             )
         vae = components.config("vae")
         self.spatial, self.temporal = int(vae.get("scale_factor_spatial", 8)), int(vae.get("scale_factor_temporal", 4))
         self.latent_channels = int(vae.get("z_dim", 16))
         self.keeps_first_frame = bool(components.index.get("expand_timesteps"))
-        self.has_picture_channels = components.class_name == "WanImageToVideoPipeline" and not self.keeps_first_frame
+        self.has_image_channels = components.class_name == "WanImageToVideoPipeline" and not self.keeps_first_frame
         self.boundary = components.index.get("boundary_ratio") if components.has("transformer_2") else None
         self.scheduler = components.config("scheduler")
         self.limits = components.with_defaults(self._limits(components))
@@ -77,16 +77,16 @@ class Wan(Pipeline):
             max_frames=241,
             frame_multiple=self.temporal,
             fps=24.0 if is_large else 16.0,
-            max_pictures=4,
+            max_images=4,
             max_prompt_tokens=TEXT_TOKENS,
-            takes_image=self.keeps_first_frame or self.has_picture_channels,
+            takes_image=self.keeps_first_frame or self.has_image_channels,
             needs_image=components.class_name == "WanImageToVideoPipeline",
         )
 
     def encode_prompt(self, params: GenerationParams) -> WanConditioning:
         prompts = [params.prompt] + ([params.negative_prompt or ""] if self.is_guided(params) else [])
         texts = self.texts.encode(prompts, self._encode)
-        return WanConditioning(texts, None if params.image is None else self._picture(params))
+        return WanConditioning(texts, None if params.image is None else self._image(params))
 
     def _encode(self, prompts: list[str]) -> list[Tensor]:
         tokenizer = self.components.tokenizer()
@@ -96,13 +96,13 @@ class Wan(Pipeline):
         with self.components.use("text_encoder") as encoder:
             return [_padded(text) for text in encoder.encode(token_ids)]
 
-    def _picture(self, params: GenerationParams) -> Tensor:
-        picture = from_picture(params.image, params.width, params.height)
+    def _image(self, params: GenerationParams) -> Tensor:
+        image = resized_image(params.image, params.width, params.height)
         with self.components.use("vae") as vae:
             if self.keeps_first_frame:
-                return vae.encode(picture)
-            rest = picture.new_zeros(1, params.num_frames - 1, *picture.shape[2:])
-            latents = vae.encode(torch.cat([picture, rest], dim=1)).float()
+                return vae.encode(image)
+            rest = image.new_zeros(1, params.num_frames - 1, *image.shape[2:])
+            latents = vae.encode(torch.cat([image, rest], dim=1)).float()
         # Whether each of a latent frame's video frames is given: those of the first latent frame are.
         is_given = latents.new_zeros(*latents.shape[:-1], self.temporal)
         is_given[:, 0] = 1
@@ -125,7 +125,7 @@ class Wan(Pipeline):
                 timestep = schedule.timesteps[index]
                 name = self.transformer_at(timestep)
                 transformer, text = experts.named(name)
-                seen, timesteps = self._seen(latents, timestep, conditioning.picture)
+                seen, timesteps = self._seen(latents, timestep, conditioning.image)
                 is_guided = len(conditioning.texts) == 2 and params.is_guided(schedule.sigmas[index])
                 cache = caches[name, is_guided]
                 if not is_guided:
@@ -135,23 +135,23 @@ class Wan(Pipeline):
                 return guided(velocity, without, params.guidance - 1, params.guidance_norm)
 
             latents = denoise_loop(latents, schedule, step, predict, on_step)
-        return self._with_first_frame(latents, conditioning.picture)
+        return self._with_first_frame(latents, conditioning.image)
 
-    def _seen(self, latents: Tensor, timestep: float, picture: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _seen(self, latents: Tensor, timestep: float, image: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the transformer's input, and its timesteps, of each video or of each frame."""
         timesteps = torch.full(latents.shape[:1], timestep, device=latents.device)
-        if picture is None:
+        if image is None:
             return latents, timesteps
-        if self.has_picture_channels:
-            return torch.cat([latents, picture.expand(len(latents), -1, -1, -1, -1)], dim=-1), timesteps
+        if self.has_image_channels:
+            return torch.cat([latents, image.expand(len(latents), -1, -1, -1, -1)], dim=-1), timesteps
         of_frames = timesteps[:, None].repeat(1, latents.shape[1])
         of_frames[:, 0] = 0
-        return self._with_first_frame(latents, picture), of_frames
+        return self._with_first_frame(latents, image), of_frames
 
-    def _with_first_frame(self, latents: Tensor, picture: Tensor | None) -> Tensor:
-        if picture is None or self.has_picture_channels:
+    def _with_first_frame(self, latents: Tensor, image: Tensor | None) -> Tensor:
+        if image is None or self.has_image_channels:
             return latents
-        return torch.cat([picture.to(latents).expand(len(latents), -1, -1, -1, -1), latents[:, 1:]], dim=1)
+        return torch.cat([image.to(latents).expand(len(latents), -1, -1, -1, -1), latents[:, 1:]], dim=1)
 
     def decode(self, latents: Tensor, params: GenerationParams) -> np.ndarray:
         with self.components.use("vae") as vae:

@@ -1,4 +1,4 @@
-"""Z-Image and Z-Image-Turbo: Qwen3 encodes the prompt, one stream of picture and caption, FLUX's VAE."""
+"""Z-Image and Z-Image-Turbo: Qwen3 encodes the prompt, one stream of image and caption, FLUX's VAE."""
 
 from __future__ import annotations
 
@@ -111,6 +111,6 @@ def _limits(config: ZImageConfig, vae_factor: int, scheduler: Mapping[str, Any])
         default_steps=8 if is_turbo else 50,
         default_guidance=0.0 if is_turbo else 5.0,
         max_side=max_side,
-        # On its axis the picture comes after its padded caption.
+        # On its axis the image comes after its padded caption.
         max_prompt_tokens=min(MAX_PROMPT_TOKENS, (frames - 2) // LENGTH_MULTIPLE * LENGTH_MULTIPLE),
     )

@@ -266,7 +266,7 @@ RESPONSES: Rules = {
     "prompt": Refused("prompts are not stored"),
     **_each(Refused("use /v1/chat/completions for log-probabilities"), ("logprobs", "top_logprobs", "n_probs")),
     "context_management": Refused("inputs are not truncated: send what the model should read"),
-    "image": Refused("pictures are preprocessed as the checkpoint says"),
+    "image": Refused("images are preprocessed as the checkpoint says"),
     "messages": Refused("use input"),
     "system": Refused("use instructions"),
     "n": Refused("a response has one answer", (1,)),
@@ -308,7 +308,7 @@ PART: Rules = {
     **_each(NoEffect("notes of the client"), ("id", "uuid", "annotations", "logprobs")),
 }
 IMAGE_URL: Rules = {
-    "detail": NoEffect("a picture is read at the size that the checkpoint says", ("auto", "low", "high", "original")),
+    "detail": NoEffect("an image is read at the size that the checkpoint says", ("auto", "low", "high", "original")),
     "format": NoEffect("the format is read from the file"),
 }
 
@@ -328,25 +328,25 @@ RESPONSES_FORMAT: Rules = {
 }
 
 _AS_IT_IS = "the model has no such setting: ask for it in the prompt"
-PICTURES: Rules = {
+IMAGES: Rules = {
     **_each(NoEffect("identifies the client's user"), ("user", "safety_identifier")),
-    "moderation": NoEffect("pictures are not moderated", ("auto", "low")),
+    "moderation": NoEffect("images are not moderated", ("auto", "low")),
     "quality": Refused("set steps", ("auto", "standard", "medium")),
     "style": Refused(_AS_IT_IS, ("vivid",)),
     "complexity": Refused(_AS_IT_IS, ("medium",)),
-    **_each(Refused("pictures are not animated: use /v1/videos"), ("frame_count", "frame_duration_ms")),
-    "svg": Refused("pictures are made of pixels"),
-    "markup": Refused("the whole picture is edited"),
-    "input_fidelity": Refused("the model sees the whole picture", ("low",)),
+    **_each(Refused("images are not animated: use /v1/videos"), ("frame_count", "frame_duration_ms")),
+    "svg": Refused("images are made of pixels"),
+    "markup": Refused("the whole image is edited"),
+    "input_fidelity": Refused("the model sees the whole image", ("low",)),
     **_each(Refused("use size"), ("width", "height", "aspect_ratio", "resolution")),
     **_each(Refused("use n"), ("num_images", "num_images_per_prompt", "batch_size")),
     **_each(Refused("use guidance"), ("cfg_scale", "cfg", "true_cfg_scale")),
     **_each(Refused("the model's own is used"), ("sampler", "sampler_name", "scheduler", "flow_shift")),
     **_each(_FIXED, ("lora", "loras")),
-    "strength": Refused("the model sees the whole picture"),
+    "strength": Refused("the model sees the whole image"),
 }
 VIDEOS: Rules = {
-    **_without(PICTURES, "frame_duration_ms", "num_frames"),
+    **_without(IMAGES, "frame_duration_ms", "num_frames"),
     "n": Refused("a request makes one video", (1,)),
     "frame_count": Refused("use num_frames"),
     "duration": Refused("use seconds"),

@@ -13,7 +13,7 @@ from fastapi.responses import PlainTextResponse, Response
 
 from tilewright.server.api.bodies import GenerationBody
 from tilewright.server.api.endpoints import ENDPOINTS, FILE_ENDPOINTS, Context, Endpoint, PreparedRequest
-from tilewright.server.api.pictures.handler import PictureHandler
+from tilewright.server.api.images.handler import DiffusionHandler
 from tilewright.server.api.responses.request import ResponseHistory
 from tilewright.server.api.served import ImageModel, Served, TextModel
 from tilewright.server.http.admission import Admission, MemoryReservation
@@ -24,20 +24,23 @@ from tilewright.server.http.metrics import Metrics
 from tilewright.server.http.respond import Answer, AnswerResponse, ShuttingDown, disconnected, shutting_down, timed_out
 from tilewright.server.http.settings import ServerSettings
 from tilewright.server.link.backend import Backend, ModelInfo
-from tilewright.server.link.pictures import PictureBackend
+from tilewright.server.link.diffusion import DiffusionBackend
 from tilewright.server.media.gate import MediaGate
 from tilewright.types import EngineUnavailable
 
 # A step that takes longer is reported as hanging: steps of the longest prompts take seconds.
 MAX_STEP_S = 300.0
-MAX_LOGGED = 10_000  # characters of a body in the log, with --log-content: pictures are longer
+MAX_LOGGED = 10_000  # characters of a body in the log, with --log-content: images are longer
 
 
 class ApiHandler:
     """Turns the validated body of a request into a response that sends its answer."""
 
     def __init__(
-        self, settings: ServerSettings, backends: Sequence[Backend] = (), image_backends: Sequence[PictureBackend] = ()
+        self,
+        settings: ServerSettings,
+        backends: Sequence[Backend] = (),
+        image_backends: Sequence[DiffusionBackend] = (),
     ) -> None:
         """`backends` answer in text, and close themselves; those of images are closed with the handler."""
         self.settings = settings
@@ -47,7 +50,7 @@ class ApiHandler:
             [TextModel(one, Admission(settings.max_queue, metrics), settings.served_name) for one in backends],
             [ImageModel(one) for one in image_backends],
         )
-        self.pictures = PictureHandler(settings, self.served, self.gate, metrics)
+        self.diffusion = DiffusionHandler(settings, self.served, self.gate, metrics)
         self._history = ResponseHistory()
         self._answers: set[Answer] = set()  # in progress
         self._is_shutting_down = asyncio.Event()
@@ -96,8 +99,8 @@ class ApiHandler:
         return self.served.find(name).as_object(self.started_s, self.settings)
 
     async def close(self) -> None:
-        """Close the picture handler and the media gate. The caller closes the backend."""
-        await self.pictures.close()
+        """Close the image handler and the media gate. The caller closes the backend."""
+        await self.diffusion.close()
         await self.gate.close()
 
     def shut_down(self) -> None:
@@ -105,7 +108,7 @@ class ApiHandler:
         self._is_shutting_down.set()
         for answer in self._answers:
             answer.notify(ShuttingDown())
-        self.pictures.shut_down()
+        self.diffusion.shut_down()
 
     async def _prepare(
         self, endpoint: Endpoint, body: GenerationBody, model: ModelInfo, request: Request
@@ -136,9 +139,9 @@ class ApiHandler:
             )
 
     async def health(self) -> Response:
-        """Return 200 if a request would be answered now. The picture worker may not have started: requests start it.
+        """Return 200 if a request would be answered now. The diffusion worker may not have started: requests start it.
 
-        If chat is available and pictures are not, the answer is 200 and `pictures` has the reason.
+        If chat is available and images are not, the answer is 200 and `pictures` has the reason.
         """
         unavailable = None
         for image_model in self.served.image_models:
@@ -158,8 +161,8 @@ class ApiHandler:
                 reason = f"a step has been running for {stats['step_age_s']:.0f} s"
                 return JsonResponse({"status": "unavailable", "reason": reason}, 503)
             num_replicas += int(stats["num_replicas"])
-        pictures = {"pictures": unavailable} if unavailable else {}
-        return JsonResponse({"status": "ok", "replicas": num_replicas, **pictures})
+        images = {"pictures": unavailable} if unavailable else {}
+        return JsonResponse({"status": "ok", "replicas": num_replicas, **images})
 
     async def metrics_text(self) -> Response:
         # The metrics have no label for a model: they are those of the first of each sort.
@@ -169,6 +172,6 @@ class ApiHandler:
             stats, num_restarts = None, model.backend.num_restarts
             with contextlib.suppress(EngineUnavailable):
                 stats = await model.backend.stats()
-        pictures = next((model.backend.stats() for model in self.served.image_models), None)
-        text = self.metrics.text(stats, num_restarts, pictures)
+        images = next((model.backend.stats() for model in self.served.image_models), None)
+        text = self.metrics.text(stats, num_restarts, images)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")

@@ -10,7 +10,7 @@ from tilewright.server.http.admission import Admission
 from tilewright.server.http.errors import ApiError
 from tilewright.server.http.settings import ServerSettings
 from tilewright.server.link.backend import Backend, ModelInfo, names_model
-from tilewright.server.link.pictures import PictureBackend
+from tilewright.server.link.diffusion import DiffusionBackend
 
 # What a request asks of a model: to answer in text, read a text out, write down what is said, or make images or videos.
 Kind = Literal["chat", "speak", "hear", "draw"]
@@ -79,7 +79,7 @@ class TextModel:
 class ImageModel:
     """A model that makes images or videos. Its backend has the queue that admits requests."""
 
-    backend: PictureBackend
+    backend: DiffusionBackend
 
     @property
     def name(self) -> str:
@@ -111,7 +111,7 @@ class ImageModel:
                 "max_steps": limits.max_steps,
                 "default_steps": limits.default_steps,
                 "default_guidance": limits.default_guidance,
-                "max_pictures": limits.max_pictures,
+                "max_pictures": limits.max_images,
                 "max_frames": limits.max_frames,
                 "takes_negative_prompt": limits.takes_negative_prompt,
             },
@@ -129,13 +129,13 @@ class Served:
         """Return the model that answers a request in text or speech; raise a 404 if there is none of this name."""
         models = self.text_models
         if not models:
-            raise ApiError(404, "this server makes pictures only: it has no model for text", code="model_not_found")
+            raise ApiError(404, "this server makes images only: it has no model for text", code="model_not_found")
         named = [model for model in models if not name or model.is_meant_by(name)]
         if not named:
             assert name
             message = f"there is no model {name[:200]!r} here, only {_names(models)}"
             if any(model.is_meant_by(name) for model in self.image_models):
-                message = f"the model {name[:200]!r} makes pictures only, use {_names(models)}"
+                message = f"the model {name[:200]!r} makes images only, use {_names(models)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         able = [model for model in named if model.can(kind)]
         if not able:
@@ -145,11 +145,11 @@ class Served:
     def find_image(self, name: str | None) -> ImageModel:
         """Return the model that makes an image or a video; raise a 404 if there is none of this name."""
         models = self.image_models
-        message = "this server makes no pictures: it was started without --image-model"
+        message = "this server makes no images: it was started without --image-model"
         for model in models:
             if not name or model.is_meant_by(name):
                 return model
-            message = f"{name[:200]!r} makes no pictures here, only {_names(models)} does"
+            message = f"{name[:200]!r} makes no images here, only {_names(models)} does"
         raise ApiError(404, message, param="model", code="model_not_found")
 
     def find(self, name: str) -> TextModel | ImageModel:

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from tilewright import __version__
 from tilewright.server.api.bodies import ChatBody, CompletionBody, ResponsesBody
 from tilewright.server.api.handler import ApiHandler
-from tilewright.server.api.pictures.handler import add_routes as add_picture_routes
+from tilewright.server.api.images.handler import add_routes as add_image_routes
 from tilewright.server.api.speech import SpeechBody
 from tilewright.server.api.transcriptions import FILE, TranscriptionBody, TranslationBody, read_form
 from tilewright.server.http.bodies import BodyError, JsonResponse, JsonRoute
@@ -52,7 +52,7 @@ def create_app(handler: ApiHandler) -> Guard:
     )
     app.router.route_class = JsonRoute
     _add_routes(app, handler)
-    add_picture_routes(app, handler.pictures)
+    add_image_routes(app, handler.diffusion)
     _add_error_handlers(app)
     _describe(app)
     return Guard(app, handler.settings, handler.metrics)

@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tilewright.server.api.pictures.jobs import RESULT_PATH
+from tilewright.server.api.images.jobs import RESULT_PATH
 from tilewright.server.http.admission import MemoryBudget, MemoryReservation
 from tilewright.server.http.bodies import BoundedBody, JsonResponse
 from tilewright.server.http.errors import ApiError, as_api_error

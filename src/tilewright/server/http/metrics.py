@@ -14,7 +14,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tilewright.diffusion.requests import Made
+from tilewright.diffusion.requests import Result
 from tilewright.server.link.backend import Ended
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -39,7 +39,7 @@ _ENGINE_GAUGES = (
     ("resident_bytes", "engine_resident_bytes", "Bytes that the engine's process has in memory; 0: unknown."),
     ("resident_file_bytes", "engine_resident_file_bytes", "Of these, pages of files: libraries and mapped weights."),
     ("other_bytes", "engine_other_bytes", "Resident bytes that are no weights, keys and values, scratch or features."),
-    ("feature_bytes", "feature_cache_bytes", "Bytes of cached features of pictures and videos."),
+    ("feature_bytes", "feature_cache_bytes", "Bytes of cached features of images and videos."),
     (
         "num_cross_pages",
         "cross_attention_pages",
@@ -62,7 +62,7 @@ _ENGINE_GAUGES = (
     (
         "cross_hit_rate",
         "cross_attention_hit_ratio",
-        "Share of pictures whose cross-attention keys and values were cached.",
+        "Share of images whose cross-attention keys and values were cached.",
     ),
     (
         "state_hit_rate",
@@ -92,11 +92,11 @@ _ENGINE_COUNTERS = (
     ("num_drafts_proposed", "draft_tokens", "Draft tokens proposed."),
     ("num_drafts_accepted", "accepted_draft_tokens", "Draft tokens accepted."),
 )
-# Field of `link.pictures.PictureBackend.stats`, metric name, help text.
-_PICTURE_GAUGES = (
-    ("num_waiting", "pictures_waiting", "Requests for pictures and videos in the queue."),
-    ("num_running", "pictures_running", "Requests for pictures and videos being made."),
-    ("is_ready", "picture_worker_ready", "1 while the process that makes pictures runs: from the first request on."),
+# Field of `link.diffusion.DiffusionBackend.stats`, metric name, help text.
+_DIFFUSION_GAUGES = (
+    ("num_waiting", "pictures_waiting", "Requests for images and videos in the queue."),
+    ("num_running", "pictures_running", "Requests for images and videos being made."),
+    ("is_ready", "picture_worker_ready", "1 while the diffusion worker runs: from the first request on."),
 )
 
 
@@ -124,11 +124,11 @@ class Metrics:
         self.connections_refused = counter("connections_refused", "Connections closed because too many are open.")
         self.in_flight = Gauge("tilewright_requests_in_flight", "Requests being answered.", registry=registry)
         self._ready = Gauge("tilewright_engine_ready", "1 while the engine answers.", registry=registry)
-        self._pictures = counter("pictures", "Pictures made.")
+        self._images = counter("pictures", "Images made.")
         self._videos = counter("videos", "Videos made.")
-        self.pictures_cancelled = counter("pictures_cancelled", "Requests for pictures or videos that were cancelled.")
-        self._picture_seconds = histogram("picture_seconds", "Making what one request asks for.", _SECONDS)
-        self._picture_step = histogram("picture_step_seconds", "A denoising step.", _SECONDS)
+        self.generations_cancelled = counter("pictures_cancelled", "Requests for images or videos that were cancelled.")
+        self._generation_seconds = histogram("picture_seconds", "Making what one request asks for.", _SECONDS)
+        self._generation_step = histogram("picture_step_seconds", "A denoising step.", _SECONDS)
         self._engine = _EngineCollector()
         registry.register(self._engine)
 
@@ -141,30 +141,30 @@ class Metrics:
         self._output_tokens.observe(ended.num_output_tokens)
         self._cached_tokens.inc(ended.num_cached_tokens)
 
-    def count_pictures(self, made: Made, *, is_video: bool) -> None:
-        (self._videos if is_video else self._pictures).inc(len(made.files))
-        self._picture_seconds.observe(made.load_s + made.encode_s + made.denoise_s + made.decode_s)
-        for step_s in made.steps_s:
-            self._picture_step.observe(step_s)
+    def count_result(self, result: Result, *, is_video: bool) -> None:
+        (self._videos if is_video else self._images).inc(len(result.files))
+        self._generation_seconds.observe(result.timings.total_s)
+        for step_s in result.timings.steps_s:
+            self._generation_step.observe(step_s)
 
     def text(
-        self, engine: Mapping[str, float] | None, num_restarts: int, pictures: Mapping[str, float] | None = None
+        self, engine: Mapping[str, float] | None, num_restarts: int, diffusion: Mapping[str, float] | None = None
     ) -> bytes:
-        """Return all metrics; `engine` is None while no engine runs, `pictures` None without a picture worker."""
+        """Return all metrics; `engine` is None while no engine runs, `diffusion` None without a diffusion worker."""
         self._ready.set(engine is not None)
         self._engine.stats = dict(engine or {})
         self._engine.num_restarts = num_restarts
-        self._engine.pictures = dict(pictures or {})
+        self._engine.diffusion = dict(diffusion or {})
         return generate_latest(self._registry)
 
 
 class _EngineCollector:
-    """Exports the latest stats of the engine and the picture worker."""
+    """Exports the latest stats of the engine and the diffusion worker."""
 
     def __init__(self) -> None:
         self.stats: dict[str, float] = {}
         self.num_restarts = 0
-        self.pictures: dict[str, float] = {}
+        self.diffusion: dict[str, float] = {}
 
     def collect(self) -> Iterator[Metric]:
         for name, metric, help_text in _ENGINE_GAUGES:
@@ -174,9 +174,9 @@ class _EngineCollector:
             if self.stats.get(name) is not None:
                 yield CounterMetricFamily(f"tilewright_{metric}", help_text, self.stats[name])
         yield CounterMetricFamily("tilewright_engine_restarts", "Engine restarts.", self.num_restarts)
-        for name, metric, help_text in _PICTURE_GAUGES:
-            if name in self.pictures:
-                yield GaugeMetricFamily(f"tilewright_{metric}", help_text, self.pictures[name])
-        if "num_restarts" in self.pictures:
-            help_text = "Restarts of the process that makes pictures."
-            yield CounterMetricFamily("tilewright_picture_worker_restarts", help_text, self.pictures["num_restarts"])
+        for name, metric, help_text in _DIFFUSION_GAUGES:
+            if name in self.diffusion:
+                yield GaugeMetricFamily(f"tilewright_{metric}", help_text, self.diffusion[name])
+        if "num_restarts" in self.diffusion:
+            help_text = "Restarts of the diffusion worker."
+            yield CounterMetricFamily("tilewright_picture_worker_restarts", help_text, self.diffusion["num_restarts"])

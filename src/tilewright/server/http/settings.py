@@ -36,7 +36,7 @@ class ServerSettings:
     write_timeout_s: float = 60.0  # while the client reads nothing
     idle_timeout_s: float = 5.0  # between two requests of a connection
     max_queue: int = 256  # answers that may wait in the queue
-    max_image_queue: int = 16  # requests for pictures that may wait
+    max_image_queue: int = 16  # requests for images that may wait
     request_timeout_s: float = 1800.0
     media: MediaPolicy = field(default_factory=lambda: MediaPolicy(MEDIA_LIMITS))
     logs_content: bool = False  # log the bodies of requests

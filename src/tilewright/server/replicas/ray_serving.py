@@ -33,7 +33,7 @@ from tilewright.types import RequestError
 
 _log = logging.getLogger(__name__)
 
-# For requests in transit with their pictures and videos. Ray's default is 30 % of the memory.
+# For requests in transit with their images and videos. Ray's default is 30 % of the memory.
 OBJECT_STORE_BYTES = 1 << 30
 # Ray gives its helper processes 15 s each to start, which a busy machine may exceed; its error does not say so.
 MAX_CLUSTER_STARTS = 3

@@ -91,11 +91,11 @@ class GgufCheckpoint:
         name, architecture = known_architecture(file)
         if architecture.seeing is None:
             if mmproj not in (None, NO_PROJECTOR):
-                raise CheckpointError(f"mmproj is {mmproj}, and {self.path} is of {name}, which sees no pictures")
+                raise CheckpointError(f"mmproj is {mmproj}, and {self.path} is of {name}, which sees no images")
             return None
         projector = find_projector(self.path, mmproj, self.config["hidden_size"], num_deepstack_layers(file))
         if projector is None:
-            what = "projector, the file that pictures go through"
+            what = "projector, the file that images go through"
             self.missing = (
                 f"{self.path.name} was opened with mmproj none, without its {what}"
                 if mmproj == NO_PROJECTOR

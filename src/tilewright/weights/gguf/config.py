@@ -11,7 +11,7 @@ import torch
 from tilewright.host.files import CheckpointError
 from tilewright.weights.gguf.file import GgufFile, PlacedTensor
 
-PROJECTOR_ARCHITECTURE = "clip"  # of a file with only the tower for pictures
+PROJECTOR_ARCHITECTURE = "clip"  # of a file with only the tower for images
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Architecture:
 
     class_name: str
     model_type: str
-    seeing: tuple[str, str] | None = None  # class and model_type with a projector; None: the model sees no pictures
+    seeing: tuple[str, str] | None = None  # class and model_type with a projector; None: the model sees no images
     has_experts: bool = False
 
 
@@ -37,7 +37,7 @@ ARCHITECTURES = {
 }
 
 ROPE_FREQUENCIES = "rope_freqs.weight"  # the factors of Llama 3's scaling; the config has the rule instead
-# Config entries for the token ids of pictures: a GGUF file has only the tokens.
+# Config entries for the token ids of images: a GGUF file has only the tokens.
 _MEDIA_TOKENS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
@@ -83,7 +83,7 @@ def known_architecture(file: GgufFile) -> tuple[str, Architecture]:
     path, name = file.mapped.path, file.metadata.get("general.architecture")
     if name == PROJECTOR_ARCHITECTURE:
         raise CheckpointError(
-            f"{path} is a projector of pictures (mmproj) alone: name the GGUF file of its language model, which reads "
+            f"{path} is a projector of images (mmproj) alone: name the GGUF file of its language model, which reads "
             "this one if it lies in the same folder"
         )
     if not isinstance(name, str) or name not in ARCHITECTURES:

@@ -117,7 +117,7 @@ class Projector:
             )
         kind = metadata.get("clip.projector_type", metadata.get("clip.vision.projector_type"))
         if metadata.get("clip.has_audio_encoder"):
-            raise CheckpointError(f"{self.path} is a projector of sound too; only those of pictures are supported")
+            raise CheckpointError(f"{self.path} is a projector of sound too; only those of images are supported")
         if kind != KIND:
             raise CheckpointError(f"{self.path} is a projector of the kind {kind!r}; {KIND!r} is supported, Qwen3-VL's")
         if metadata.get("clip.use_gelu") is not True:
@@ -160,7 +160,7 @@ class Projector:
         mean, std = (self._keys.numbers(f"vision.image_{name}", 3) for name in ("mean", "std"))
         if not all(math.isfinite(value) for value in (*mean, *std)) or not all(std):
             raise CheckpointError(
-                f"{self.path}: pictures have the mean {mean} and the deviation {std}, expected numbers, and no "
+                f"{self.path}: images have the mean {mean} and the deviation {std}, expected numbers, and no "
                 "deviation of 0"
             )
         sizes = {

@@ -133,7 +133,7 @@ def _part(part: object, where: str) -> dict[str, Any]:
     if kind == "input_audio":
         return {"type": "input_audio", "input_audio": part.get("input_audio")}
     if kind == "input_file":
-        raise RequestError(f"{where}.type is 'input_file', expected text, pictures and sounds: files are not supported")
+        raise RequestError(f"{where}.type is 'input_file', expected text, images and sounds: files are not supported")
     raise RequestError(f"{where}.type is {kind!r:.100}, expected input_text, input_image, input_audio or output_text")
 
 

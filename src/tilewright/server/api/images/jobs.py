@@ -1,4 +1,4 @@
-"""Finished pictures and videos, kept in memory within bounds of time and size; and OpenAI's video jobs."""
+"""Finished images and videos, kept in memory within bounds of time and size; and OpenAI's video jobs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tilewright.diffusion.requests import Began, Made, NotMade, PictureEvent, Stepped
-from tilewright.server.api.pictures.respond import failure_of, timings_of
+from tilewright.diffusion.requests import Progress, State
+from tilewright.server.api.images.respond import error_of, timings_of
 from tilewright.server.http.errors import ApiError, as_api_error
-from tilewright.server.link.pictures import Cancel
+from tilewright.server.link.diffusion import Cancel, ProgressListener
 
 RESULT_PATH = "/made/"  # results given by URL; no API key, since the name that follows cannot be guessed
 MAX_RESULT_BYTES = 512 * 2**20
@@ -75,7 +75,7 @@ class ResultStore:
 
 MAX_VIDEOS = 64  # jobs that are remembered; finished ones are dropped first
 
-Submit = Callable[[Callable[[PictureEvent], None], float | None], Cancel]
+Submit = Callable[[ProgressListener, float | None], Cancel]
 Status = Literal["queued", "in_progress", "completed", "failed"]
 
 
@@ -122,13 +122,12 @@ class VideoJobs:
         self._results = results
         self._jobs: dict[str, VideoJob] = {}
 
-    def create(self, job: VideoJob, submit: Submit, release: Callable[[], None]) -> VideoJob:
+    def create(self, job: VideoJob, submit: Submit, release: Callable[[], None]) -> None:
         """Put a job into the queue, or raise the error of submitting it; `release` is called once when it ends."""
         self._make_room()
-        job.cancel = submit(lambda event: self._see(job, event), job.expected_s)
+        job.cancel = submit(lambda progress: self._see(job, progress), job.expected_s)
         job.release = release
         self._jobs[job.id] = job
-        return job
 
     def get(self, job_id: str) -> VideoJob:
         job = self._jobs.get(job_id)
@@ -168,7 +167,7 @@ class VideoJobs:
             self._forget(job)
 
     def _forget(self, job: VideoJob) -> None:
-        job.cancel()  # no event follows
+        job.cancel()  # no progress follows
         self._release(job)
         if job.expiry is not None:
             job.expiry.cancel()
@@ -180,22 +179,23 @@ class VideoJobs:
         for job in done[: len(self._jobs) - MAX_VIDEOS + 1]:
             self._forget(job)
 
-    def _see(self, job: VideoJob, event: PictureEvent) -> None:
-        if isinstance(event, Began):
-            job.status, job.size = "in_progress", f"{event.width}x{event.height}"
-            job.expected_s = event.expected_s
+    def _see(self, job: VideoJob, progress: Progress) -> None:
+        if progress.start is not None:
+            start = progress.start
+            job.status, job.size = "in_progress", f"{start.width}x{start.height}"
+            job.expected_s = start.expected_s
             job.queued_s = time.perf_counter() - job.submitted_s
-            job.seconds = f"{event.num_frames / event.fps:.3g}"
-        elif isinstance(event, Stepped):
-            job.progress = min(99, 100 * event.step // event.num_steps)  # decoding and encoding follow
-        elif isinstance(event, Made):
-            (file,) = event.files
+            job.seconds = f"{start.num_frames / start.fps:.3g}"
+        if progress.state is State.RUNNING:
+            job.progress = min(99, 100 * progress.step // progress.num_steps)  # decoding and encoding follow
+        if progress.result is not None:
+            (file,) = progress.result.files
             job.result, job.settings = self._results.put(file.data, "video/mp4"), dict(file.settings)
-            job.timings = timings_of(event, job.queued_s)
+            job.timings = timings_of(progress.result.timings, job.queued_s)
             self._end(job, "completed")
             job.progress = 100
-        elif isinstance(event, NotMade):
-            known = as_api_error(failure_of(event))
+        if progress.failure is not None:
+            known = as_api_error(error_of(progress.failure))
             job.error = {"code": known.code or "failed", "message": known.message}
             self._end(job, "failed")
 

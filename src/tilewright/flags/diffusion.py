@@ -1,4 +1,4 @@
-"""The options of `Diffusion` and of its requests as flags, for the commands that make pictures and videos.
+"""The options of `Diffusion` and of its requests as flags, for the commands that make images and videos.
 
 Imports the pipelines only to open one.
 """
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 _MODEL_OPTIONS = ("dtype", "tp", "cpu_binding", "device", "backend", "low_memory", "stream_layers", "pack_cache")
 
 
-def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a request for pictures or videos."""
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a request for images or videos."""
     parser.add_argument("--size", type=_size, metavar="WxH", help="in pixels, such as 1024x768 (default: the model's)")
     parser.add_argument("--width", type=positive, metavar="N", help="width and height, instead of --size")
     parser.add_argument("--height", type=positive, metavar="N")
     parser.add_argument("--steps", type=positive, metavar="N", help="denoising steps")
     parser.add_argument("--guidance", type=float, metavar="G", help="strength of the prompt; 0: no guidance")
-    parser.add_argument("--negative", metavar="TEXT", help="what the picture should not show")
-    parser.add_argument("--seed", type=int, metavar="N", help="the same seed makes the same picture")
-    parser.add_argument("--image", metavar="FILE", help="a picture to start from, for models that support it")
+    parser.add_argument("--negative", metavar="TEXT", help="what the image should not show")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed makes the same image")
+    parser.add_argument("--image", metavar="FILE", help="an image to start from, for models that support it")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,14 +67,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cpu-binding", metavar="LISTS", help=text)
     text = "do not keep packed weights on disk for the next start"
     group.add_argument("--no-pack-cache", dest="pack_cache", action="store_const", const=False, help=text)
-    text = "skip blocks in steps that change less than this: faster, other pictures (default 0: none; try 0.1)"
+    text = "skip blocks in steps that change less than this: faster, other images (default 0: none; try 0.1)"
     group.add_argument("--step-cache", type=float, metavar="T", help=text)
     text = "guide only this part of the denoising, such as 0-0.8: faster (default: all of it)"
     group.add_argument("--guidance-interval", type=_interval, metavar="A-B", help=text)
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Raise RequestError for a missing model or picture, before torch is imported."""
+    """Raise RequestError for a missing model or image, before torch is imported."""
     if options.image is not None:
         check_file("--image", options.image)
     check_pipeline(options.model)
@@ -86,15 +86,15 @@ def check_pipeline(model: str | None) -> None:
         hub.check(model, "model_index.json")
 
 
-def read_prompt(options: argparse.Namespace) -> None:
-    """Replace the prompt - by standard input; raise RequestError for an empty prompt."""
-    if options.prompt == "-":
-        options.prompt = files.read_standard_input()
-    if not files.check_text(options.prompt, "the prompt"):
+def read_prompt(given: str) -> str:
+    """Return the prompt, from standard input if it is -; an empty one is a RequestError."""
+    prompt = files.read_standard_input() if given == "-" else given
+    if not files.check_text(prompt, "the prompt"):
         raise RequestError("the prompt is empty, expected some text")
+    return prompt
 
 
-def open_diffusion(options: argparse.Namespace) -> Diffusion:
+def open_model(options: argparse.Namespace) -> Diffusion:
     """Open the model of the flags; raise RequestError if it cannot be loaded."""
     given = {name: value for name in _MODEL_OPTIONS if (value := getattr(options, name)) is not None}
     require_start(_name(options))
@@ -111,51 +111,51 @@ def _name(options: argparse.Namespace) -> str:
     return embedded.DRAWING_NAME if options.model is None else embedded.name_of(options.model)
 
 
-def request(diffusion: Diffusion, options: argparse.Namespace, **more: Any) -> GenerationParams:
+def request(model: Diffusion, prompt: str, options: argparse.Namespace, **more: Any) -> GenerationParams:
     """Return the request of the flags, checked by the model."""
     if options.size and (options.width or options.height):
         raise RequestError("--size sets width and height, expected no --width and --height with it")
     width, height = options.size or (options.width, options.height)
-    return diffusion.params(
-        options.prompt,
+    return model.params(
+        prompt,
         width=width,
         height=height,
         num_steps=options.steps,
         guidance=options.guidance,
         negative_prompt=options.negative,
         seed=options.seed,
-        image=None if options.image is None else read_picture(options.image, f"--image {options.image}"),
+        image=None if options.image is None else read_image(options.image, f"--image {options.image}"),
         step_cache=options.step_cache,
         guidance_interval=options.guidance_interval,
         **more,
     )
 
 
-def generate(diffusion: Diffusion, params: GenerationParams, *, quiet: bool) -> Generated:
+def generate(model: Diffusion, params: GenerationParams, *, quiet: bool) -> Generated:
     """Run the request. Unless `quiet`, print its settings, the expected time and the progress to standard error.
 
     The expected time is estimated from earlier runs or from the operations, and again after the first step.
     """
     if quiet:
-        return _run(diffusion, params, None)
+        return _run(model, params, None)
     what = f"{params.width} x {params.height}" + (f" x {params.num_frames} frames" if params.num_frames > 1 else "")
     count = f"{params.n} of " if params.n > 1 else ""
-    print(f"{diffusion.name}: {count}{what}, {params.num_steps} steps, seed {params.seed}", file=sys.stderr)
-    expected = diffusion.expected(params)
+    print(f"{model.name}: {count}{what}, {params.num_steps} steps, seed {params.seed}", file=sys.stderr)
+    expected = model.expected(params)
     print(f"about {_duration(expected.seconds)}, {expected.basis}", file=sys.stderr)
     bar: tqdm | None = None
 
     def on_step(step: int, num_steps: int, latents: object) -> None:
         nonlocal bar
         if bar is None:
-            first_s = diffusion.pipeline.timings.steps_s[0]
+            first_s = model.pipeline.timings.steps_s[0]
             rest_s = first_s * (num_steps - 1)
             print(f"a step takes {_duration(first_s)}: about {_duration(rest_s)} more", file=sys.stderr)
             bar = tqdm(total=num_steps, unit="step", file=sys.stderr, disable=None, leave=False)
         bar.update()
 
     try:
-        return _run(diffusion, params, on_step)
+        return _run(model, params, on_step)
     finally:
         if bar is not None:
             bar.close()
@@ -181,10 +181,10 @@ def print_times(made: Generated) -> None:
     )
 
 
-def _run(diffusion: Diffusion, params: GenerationParams, on_step: Any) -> Generated:
+def _run(model: Diffusion, params: GenerationParams, on_step: Any) -> Generated:
     try:
-        with explained_shortage(diffusion.name):
-            return diffusion.run(params, on_step)
+        with explained_shortage(model.name):
+            return model.run(params, on_step)
     except (CheckpointError, UnsupportedConfig) as error:  # of a component, which is loaded on first use
         raise RequestError(str(error)) from error
 
@@ -195,8 +195,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def read_picture(file: str | Path, name: str) -> Image.Image:
-    """Return the picture in a user's file, upright and over white as models see it; errors contain `name`."""
+def read_image(file: str | Path, name: str) -> Image.Image:
+    """Return the image in a user's file, upright and over white as models see it; errors contain `name`."""
     from PIL import Image
 
     from tilewright.inputs.image import read_image as read

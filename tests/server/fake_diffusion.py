@@ -1,4 +1,4 @@
-"""What stands in for a Diffusion: pictures that depend on prompt and seed alone, and steps that wait for a test's sign.
+"""What stands in for a Diffusion: images that depend on prompt and seed alone, and steps that wait for a test's sign.
 
 The worker's process opens it by `ENTRY`; it imports no torch, so that the process starts at once.
 """
@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 
 from tilewright.diffusion.expected import Expected
-from tilewright.diffusion.params import DiffusionLostError, Limits
+from tilewright.diffusion.params import DiffusionLostError, Limits, PipelineTimings
 from tilewright.server.http.settings import ServerSettings
-from tilewright.server.link.pictures import PictureBackend
+from tilewright.server.link.diffusion import DiffusionBackend
 from tilewright.types import RequestError
 
-ENTRY = "fake_pictures:FakePictures"
+ENTRY = "fake_diffusion:FakeDiffusion"
 NAME = "fake-draw"
 LIMITS = Limits(
     size_multiple=16,
@@ -29,12 +29,12 @@ LIMITS = Limits(
     max_pixels=1 << 18,
     max_side=1024,
     max_steps=50,
-    max_pictures=4,
+    max_images=4,
     max_prompt_tokens=16,
 )
 
 
-class FakePictures:
+class FakeDiffusion:
     """Prompts "crash", "lost", "fail", "no memory" and "too long" do what they say, at the second step."""
 
     name = NAME
@@ -50,7 +50,7 @@ class FakePictures:
 
     def expected(self, params):
         pixels = params.width * params.height / (LIMITS.default_width * LIMITS.default_height)
-        return Expected(0.5 * params.num_steps * pixels, "as FakePictures says")
+        return Expected(0.5 * params.num_steps * pixels, "as FakeDiffusion says")
 
     def run(self, params, on_step=None):
         ballast = np.ones(self._ballast_bytes, dtype=np.uint8)
@@ -62,16 +62,13 @@ class FakePictures:
             on_step(step, params.num_steps, step)
         del ballast
         images = [self._pixels(params, seed) for seed in params.seeds]
-        timings = SimpleNamespace(load_s=0.0, encode_s=0.01, denoise_s=0.4, decode_s=0.02, steps_s=[0.1] * 3)
+        timings = PipelineTimings(load_s=0.0, encode_s=0.01, denoise_s=0.4, decode_s=0.02, steps_s=[0.1] * 3)
         return SimpleNamespace(
             images=images, timings=timings, settings_of=lambda index: {"model": NAME, **params.settings(index)}
         )
 
     def preview(self, latents, params):
         return np.stack([np.full_like(self._pixels(params, seed), latents) for seed in params.seeds])
-
-    def close(self):
-        pass
 
     def _misbehave(self, prompt):
         if prompt == "crash":
@@ -95,7 +92,7 @@ class FakePictures:
 
 
 class Gate:
-    """Lets steps of a FakePictures begin."""
+    """Lets steps of a FakeDiffusion begin."""
 
     def __init__(self, folder):
         self.path = str(folder / "gate")
@@ -120,8 +117,8 @@ class Gate:
 
 
 def fake_backend(gate=None, *, max_queue=16, **options):
-    """A PictureBackend whose process makes fake pictures."""
+    """A DiffusionBackend whose process makes fake images."""
     from dataclasses import asdict
 
     model = {**options, **({} if gate is None else {"gate": gate.path})}
-    return PictureBackend(NAME, model, asdict(ServerSettings().media.limits), max_queue=max_queue, entry=ENTRY)
+    return DiffusionBackend(NAME, model, asdict(ServerSettings().media.limits), max_queue=max_queue, entry=ENTRY)

@@ -1,6 +1,6 @@
-"""Requests for pictures and videos: bodies with OpenAI's fields and a diffusion model's, made into PictureRequests.
+"""Requests for images and videos: bodies with OpenAI's fields and a diffusion model's, made into DiffusionRequests.
 
-The picture to edit or animate is read here as bytes.
+The image to edit or animate is read here as bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fastapi import Request
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationError
 
 from tilewright.diffusion.params import MAX_PROMPT_CHARACTERS
-from tilewright.diffusion.requests import MAX_FPS, PictureRequest
+from tilewright.diffusion.requests import MAX_FPS, DiffusionRequest
 from tilewright.inputs.client_json import parse_json
 from tilewright.inputs.media import MediaLimits, check_bytes
 from tilewright.server.api import fields
@@ -39,9 +39,9 @@ def _interval(value: object) -> object:
 
 
 class DiffusionBody(Body):
-    """The fields that pictures and videos share."""
+    """The fields that images and videos share."""
 
-    others = fields.PICTURES
+    others = fields.IMAGES
 
     model: str | None = Field(default=None, description="the id that /v1/models returns; may be left out")
     prompt: Prompt
@@ -58,7 +58,7 @@ class DiffusionBody(Body):
     )
     guidance_norm: float | None = Field(default=None, ge=0)
     step_cache: float | None = Field(
-        default=None, ge=0, le=1, description="skips blocks in steps that change less: faster, different pictures"
+        default=None, ge=0, le=1, description="skips blocks in steps that change less: faster, different images"
     )
 
     def settings(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class ImageBody(DiffusionBody):
 
 
 class EditBody(ImageBody):
-    """An edit. The picture is a data:, http(s) or file: URL, a part of a form, or `images`: [{"image_url": URL}]."""
+    """An edit. The image is a data:, http(s) or file: URL, a part of a form, or `images`: [{"image_url": URL}]."""
 
     image: str | Texts | None = None
     images: Objects | None = None
@@ -151,7 +151,7 @@ async def read_body(kind: type[BodyType], request: Request, file_field: str) -> 
         else:
             fields[name] = part.text
     if len(files) > 1:
-        raise _one_picture(file_field, len(files))
+        raise _one_image(file_field, len(files))
     return _validated(kind, fields, is_form=True), files[0] if files else None
 
 
@@ -163,30 +163,30 @@ def _validated(kind: type[BodyType], fields: Any, *, is_form: bool = False) -> B
         raise validation_error(error.errors()) from None
 
 
-def image_request(body: ImageBody, picture: bytes | None = None) -> PictureRequest:
+def image_request(body: ImageBody, image: bytes | None = None) -> DiffusionRequest:
     if body.background == "transparent":
         raise ApiError(
-            400, "background is 'transparent', which is not supported: pictures are opaque", param="background"
+            400, "background is 'transparent', which is not supported: images are opaque", param="background"
         )
     if body.partial_images and not body.stream:
         raise ApiError(
             400, f"partial_images is {body.partial_images}, expected stream: true with it", param="partial_images"
         )
-    return PictureRequest(
+    return DiffusionRequest(
         body.prompt,
         _given(body.settings()),
-        picture,
+        image,
         file_format=body.output_format or "png",
         quality=_JPEG_QUALITY if body.output_compression is None else body.output_compression,
         num_previews=body.partial_images or 0,
     )
 
 
-def video_request(body: VideoBody, picture: bytes | None = None) -> PictureRequest:
-    return PictureRequest(
+def video_request(body: VideoBody, image: bytes | None = None) -> DiffusionRequest:
+    return DiffusionRequest(
         body.prompt,
         _given(body.settings()),
-        picture,
+        image,
         file_format="mp4",
         seconds=body.seconds,
         fps=body.fps,
@@ -198,14 +198,14 @@ def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def edit_source(body: EditBody) -> str | None:
-    """Return the URL of the picture to edit; None if the body has none."""
+    """Return the URL of the image to edit; None if the body has none."""
     if body.mask is not None:
-        message = "mask is given, which is not supported: the whole picture is edited"
+        message = "mask is given, which is not supported: the whole image is edited"
         raise ApiError(400, message, param="mask", code="unsupported_parameter")
     sources = [body.image] if isinstance(body.image, str) else list(body.image or ())
     sources += [_url_of(one, "images") for one in body.images or ()]
     if len(sources) > 1:
-        raise _one_picture("image", len(sources))
+        raise _one_image("image", len(sources))
     return sources[0] if sources else None
 
 
@@ -223,14 +223,14 @@ def _url_of(given: Mapping[str, Any], field: str) -> str:
     return url
 
 
-def _one_picture(field: str, count: int) -> ApiError:
-    return ApiError(400, f"{field} has {count} pictures, expected one: others are not used", param=field)
+def _one_image(field: str, count: int) -> ApiError:
+    return ApiError(400, f"{field} is {count} images, expected one: others are not used", param=field)
 
 
-async def read_picture(
+async def read_image(
     source: str | None, file: bytes | None, field: str, gate: Gate, hold: ReserveMemory, limits: MediaLimits
 ) -> bytes | None:
-    """Return the bytes of a picture from a URL or a form, read through the same gate as a chat's pictures."""
+    """Return the bytes of an image from a URL or a form, read through the same gate as a chat's images."""
     try:
         if file is not None:
             return check_bytes(file, field, limits)
@@ -243,10 +243,10 @@ async def read_picture(
         raise RequestError(str(error), param=field, code=error.code) from error
 
 
-def client_error(error: RequestError, picture_field: str = "image") -> RequestError:
+def client_error(error: RequestError, image_field: str = "image") -> RequestError:
     """Return the error with the client's name for the field."""
     param = error.param or ""
-    name = picture_field if param == "image" else _CLIENT_NAMES.get(param, param)
+    name = image_field if param == "image" else _CLIENT_NAMES.get(param, param)
     message = str(error)
     if name == "size":
         message = f"size: {message}"

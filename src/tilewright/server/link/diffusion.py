@@ -1,4 +1,4 @@
-"""The server's side of the picture worker: its queue, and its process, which the first request starts."""
+"""The server's side of the diffusion worker: its queue, and its process, which the first request starts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from typing import Any
 
 from tilewright.diffusion.params import Limits
 from tilewright.diffusion.requests import (
-    LAST_EVENTS,
+    DiffusionRequest,
     Expectation,
-    Made,
-    NotMade,
-    PictureEvent,
-    PictureRequest,
-    Waiting,
-    event_from_json,
+    Progress,
+    State,
+    progress_from_json,
     request_to_json,
 )
 from tilewright.process.log import TEXT, LogSettings
@@ -30,25 +27,27 @@ from tilewright.server.http.errors import ApiError
 
 _log = logging.getLogger(__name__)
 
-PictureListener = Callable[[PictureEvent], None]  # called on the event loop
+ProgressListener = Callable[[Progress], None]  # called on the event loop
 Cancel = Callable[[], None]  # cancels a request within a step; no effect if it has ended
-ENTRY = "tilewright.server.link.picture_process:open_diffusion"  # opens the model, in the process
+ENTRY = "tilewright.server.link.diffusion_process:open_diffusion"  # opens the model, in the process
 NICENESS = 10  # the engine gets nine tenths of a core that both want
-_FIRST_GUESS_S = 30.0  # expected time of a picture before the first is made
+_FIRST_GUESS_S = 30.0  # expected time of a request before the first has run
 _SMOOTHING = 0.2
-_NOT_STARTED = "the image worker cannot be started; the server's log has the reason"
+_NOT_STARTED = "the diffusion worker cannot be started; the server's log has the reason"
 
 
 @dataclass(eq=False)
 class _Job:
     request_id: str
-    request: PictureRequest
-    listener: PictureListener | None  # None: cancelled
+    request: DiffusionRequest
+    listener: ProgressListener | None  # None: cancelled
     expected_s: float | None = None  # from its start; None: unknown
 
 
-class PictureBackend(SupervisedProcess):
-    """Makes pictures, one request at a time in order of arrival; `max_queue` may wait, more are refused with 429.
+class DiffusionBackend(SupervisedProcess):
+    """Runs diffusion in a process of its own, one request at a time in order of arrival.
+
+    `max_queue` requests may wait, more are refused with 429.
 
     Its process has a niceness `niceness` above this one's and `num_threads` threads, one per CPU if None. The first
     request starts it and loads the model. When it dies, its running request ends with an error; a new process
@@ -69,7 +68,7 @@ class PictureBackend(SupervisedProcess):
     ) -> None:
         options: dict[str, Any] = {"entry": entry, "model": dict(model)}
         options |= {"media_limits": dict(media_limits), "niceness": niceness, "num_threads": num_threads}
-        super().__init__("image worker", "tilewright.server.link.picture_process:serve", options, log)
+        super().__init__("diffusion worker", "tilewright.server.link.diffusion_process:serve", options, log)
         self.name = name
         self.limits: Limits | None = None  # known once the process has started
         self._max_queue = max_queue
@@ -109,10 +108,10 @@ class PictureBackend(SupervisedProcess):
         self._waiting_for_limits.append(known)
         await known
 
-    def check(self, request: PictureRequest) -> None:
+    def check(self, request: DiffusionRequest) -> None:
         """Raise RequestError for a request that the model does not support. Before its limits are known, do nothing."""
         if self.limits is not None:
-            request.params(self.limits, request.picture)
+            request.params(self.limits, request.image)
 
     def check_room(self) -> None:
         """Raise a 429 if the queue is full, EngineUnavailable if the process is stopped."""
@@ -120,13 +119,12 @@ class PictureBackend(SupervisedProcess):
         if len(self._queue) < self._max_queue or (not self._queue and self._running is None):
             return
         wait_s = min(MAX_WAIT_S, max(1, math.ceil(self._mean_s)))
-        message = (
-            f"{len(self._queue)} requests for pictures wait, the limit is {self._max_queue}; try again in {wait_s} s"
-        )
+        num_waiting, limit = len(self._queue), self._max_queue
+        message = f"{num_waiting} requests wait for the image model, the limit is {limit}; try again in {wait_s} s"
         headers = {"Retry-After": str(wait_s)}
         raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
 
-    async def expect(self, request: PictureRequest, allowed_s: float | None = None) -> Expectation | None:
+    async def expect(self, request: DiffusionRequest, allowed_s: float | None = None) -> Expectation | None:
         """Return the expected time of a request from its start; None if the process is not ready.
 
         With `allowed_s`, raise ApiError if it takes longer: 400 for the request alone, 429 together with the queue.
@@ -151,7 +149,7 @@ class PictureBackend(SupervisedProcess):
             others = " or ".join(found.sizes_in_time)
             message = (
                 f"size: {found.size} takes about {found.seconds:.0f} s here ({found.basis}), longer than {given}; "
-                + (f"the largest that fit are {others}" if others else "no size fits: ask for fewer steps or pictures")
+                + (f"the largest that fit are {others}" if others else "no size fits: ask for fewer steps or images")
             )
             raise ApiError(400, message, param="size", code="takes_too_long")
         before_s = self._before_s()
@@ -173,8 +171,8 @@ class PictureBackend(SupervisedProcess):
         elapsed_s = asyncio.get_running_loop().time() - self._began_s
         return waiting_s + max(0.0, running.expected_s - elapsed_s)
 
-    def submit(self, request: PictureRequest, listener: PictureListener, expected_s: float | None = None) -> Cancel:
-        """Put a request into the queue; its events go to the listener, the first before this method returns.
+    def submit(self, request: DiffusionRequest, listener: ProgressListener, expected_s: float | None = None) -> Cancel:
+        """Put a request into the queue; its progress goes to the listener, the first before this method returns.
 
         `expected_s` is its expected time, if known: the waiting time of later requests depends on it.
         """
@@ -218,17 +216,16 @@ class PictureBackend(SupervisedProcess):
                 about = message["expectation"]
                 coming.set_result(None if about is None else Expectation(**about))
             return
-        job, event = self._running, event_from_json(message["event"])
+        job, progress = self._running, progress_from_json(message["progress"])
         if job is None or job.request_id != message["request"]:
             return
-        is_last = isinstance(event, LAST_EVENTS)
-        if is_last:
+        if progress.is_last:
             self._running = None
-        if isinstance(event, Made):
+        if progress.state is State.COMPLETED:
             took_s = asyncio.get_running_loop().time() - self._began_s
             self._mean_s += _SMOOTHING * (took_s - self._mean_s)
-        _tell(job, event)
-        if is_last:
+        _tell(job, progress)
+        if progress.is_last:
             self._next()
 
     def on_end(self, how: str) -> None:
@@ -238,20 +235,20 @@ class PictureBackend(SupervisedProcess):
                 coming.set_result(None)
         job, self._running = self._running, None
         if not (self._is_closing or self._is_refused):
-            _log.error("the image worker ended (%s)%s", how, " during a request" if job else "")
+            _log.error("the diffusion worker ended (%s)%s", how, " during a request" if job else "")
         if job is not None:
-            message = f"the image worker ended ({how}) and is being restarted; send the request again"
+            message = f"the diffusion worker ended ({how}) and is being restarted; send the request again"
             if self._is_closing:
-                message = "the server is shutting down before the picture is made"
-            _tell(job, NotMade("unavailable", message))
+                message = "the server is shutting down before the request is run"
+            _tell(job, Progress.failed("unavailable", message))
         if not was_ready or self._is_closing:
             self._fail_waiting()
 
     def _fail_waiting(self) -> None:
         jobs, self._queue = self._queue, deque()
-        message = "the server is shutting down before the picture is made" if self._is_closing else _NOT_STARTED
+        message = "the server is shutting down before the request is run" if self._is_closing else _NOT_STARTED
         for job in jobs:
-            _tell(job, NotMade("unavailable", message))
+            _tell(job, Progress.failed("unavailable", message))
         self._tell_limits(_NOT_STARTED)
 
     def _tell_limits(self, failure: str | None = None) -> None:
@@ -272,7 +269,7 @@ class PictureBackend(SupervisedProcess):
 
     def _tell_places(self) -> None:
         for place, job in enumerate(self._queue):
-            _tell(job, Waiting(place + self.num_running))
+            _tell(job, Progress(State.QUEUED, num_before=place + self.num_running))
 
     def _cancel(self, job: _Job) -> None:
         job.listener = None
@@ -283,6 +280,6 @@ class PictureBackend(SupervisedProcess):
             self.send({"cancel": job.request_id})
 
 
-def _tell(job: _Job, event: PictureEvent) -> None:
+def _tell(job: _Job, progress: Progress) -> None:
     if job.listener is not None:
-        job.listener(event)
+        job.listener(progress)

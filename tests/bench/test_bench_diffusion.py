@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fake_pictures import FakePictures
+from fake_diffusion import FakeDiffusion
 from odd_server import OddServer, plain
 
 from tilewright import cli
@@ -11,10 +11,10 @@ from tilewright.bench import timing
 from tilewright.bench.serve import images
 from tilewright.bench.serve import run as sending
 from tilewright.engine.measure import machine
-from tilewright.flags import pictures
+from tilewright.flags import diffusion
 
 
-class Bench(FakePictures):
+class Bench(FakeDiffusion):
     """A fake Diffusion as `bench` uses one."""
 
     def params(self, prompt, **settings):
@@ -41,7 +41,7 @@ def run(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sending, "measure_limits", lambda: {"machine": {"cpu_model": "a machine"}, "probe": {}})
 
     def run_command(*arguments, max_frames=1):
-        monkeypatch.setattr(pictures, "open_diffusion", lambda options: Bench(max_frames=max_frames))
+        monkeypatch.setattr(diffusion, "open_model", lambda options: Bench(max_frames=max_frames))
         path = tmp_path / "b.json"
         status = cli.main(["bench", *arguments, "--json", str(path)])
         return status, json.loads(path.read_text()) if path.exists() else None, capsys.readouterr()
@@ -49,7 +49,7 @@ def run(monkeypatch, capsys, tmp_path):
     return run_command
 
 
-def test_pictures(run):
+def test_images(run):
     status, document, said = run("image", "-n", "2", "--steps", "4", "--size", "32x16", "--rounds", "2")
     assert status == 0 and "per minute" in said.out and "matrix product 1.50 TFLOP/s" in said.out
     figures = {name: entry["median"] for name, entry in document["figures"].items()}
@@ -72,7 +72,7 @@ def test_videos(run):
     assert status == 0 and document["figures"]["videos"]["unit"] == "per minute"
     assert document["settings"]["num_frames"] == 9
     status, _, said = run("video", "-m", ".")
-    assert status == 2 and "makes pictures, expected a model that makes videos" in said.err
+    assert status == 2 and "makes images, expected a model that makes videos" in said.err
 
 
 def test_wrong_flags(run, capsys):
@@ -87,7 +87,7 @@ def answering(found, status="200 OK"):
 
 
 def server(found, status="200 OK"):
-    """A server with two models that answers every request for pictures the same."""
+    """A server with two models that answers every request for images the same."""
     talks, draws = {"id": "talks", "output_modalities": ["text"]}, {"id": "draws", "output_modalities": ["image"]}
 
     def respond(request):
@@ -100,12 +100,12 @@ def flags(running, *more):
     return ["serve", running.url, "--images", "--requests", "6", "--warmup", "1", "--concurrency", "2", *more]
 
 
-def test_a_server_of_pictures(run):
+def test_a_server_of_images(run):
     made = {"data": [{"b64_json": "AA=="}] * 2, "timings": {"step_s": 0.25, "queued_s": 0.5}}
     with server(made) as running:
         more = ("--image-size", "64x32", "--steps", "3", "--images-per-request", "2")
         status, document, said = run(*flags(running, *more))
-    assert status == 0 and "6 answered, 0 failed" in said.out and "pictures a minute" in said.out
+    assert status == 0 and "6 answered, 0 failed" in said.out and "images a minute" in said.out
     bodies = [request.json() for request in running.requests if request.path == "/v1/images/generations"]
     assert len(bodies) == 7 and {body["model"] for body in bodies} == {"draws"}
     assert len({body["prompt"] for body in bodies}) == 7

@@ -1,4 +1,4 @@
-"""The picture worker's process: reads requests from a socket, sends their events.
+"""The diffusion worker's process: reads requests from a socket, sends their progress.
 
 It runs at a lower priority than the engine (docs/server.md has measurements). On a machine with several memory nodes,
 its threads and memory are on the last one, since the engine's ranks use the first nodes first.
@@ -12,8 +12,8 @@ import os
 from typing import Any
 
 from tilewright import config
-from tilewright.diffusion.requests import event_to_json, request_from_json
-from tilewright.diffusion.worker import PictureMaker, Worker
+from tilewright.diffusion.requests import progress_to_json, request_from_json
+from tilewright.diffusion.worker import DiffusionModel, Worker
 from tilewright.host.binding import claim_cpus, plan_binding
 from tilewright.host.files import CheckpointError
 from tilewright.host.memory import explained_shortage, require_start
@@ -24,7 +24,7 @@ from tilewright.types import RequestError, UnsupportedConfig
 from tilewright.weights import embedded
 
 
-def open_diffusion(**options: Any) -> PictureMaker:
+def open_diffusion(**options: Any) -> DiffusionModel:
     """Open a Diffusion; raise RequestError for a model that cannot be loaded."""
     name = embedded.name_of(options.get("model") or embedded.DRAWING_NAME)
     require_start(name)
@@ -48,17 +48,17 @@ def serve(channel: Channel, options: dict[str, Any]) -> None:
         _take_a_node()
     module, _, function = options["entry"].partition(":")
     try:
-        maker = getattr(importlib.import_module(module), function)(**options["model"])
+        model = getattr(importlib.import_module(module), function)(**options["model"])
     except RequestError as error:
         channel.send({"refused": str(error)})
         return
     worker = Worker(
-        maker,
-        lambda request_id, event: channel.send({"request": request_id, "event": event_to_json(event)}),
+        model,
+        lambda request_id, progress: channel.send({"request": request_id, "progress": progress_to_json(progress)}),
         MediaLimits(**options["media_limits"]),
         _bind_thread,
     )
-    channel.send({"ready": {"limits": dataclasses.asdict(maker.limits)}})
+    channel.send({"ready": {"limits": dataclasses.asdict(model.limits)}})
     while (message := channel.receive()) is not None:
         if "make" in message:
             worker.submit(message["make"], request_from_json(message["request"]))

@@ -1,18 +1,17 @@
-"""Requests for pictures and videos: their routes, their checks, the reading of a picture, and the queue."""
+"""Requests for images and videos: their routes, their checks, the reading of an image, and the queue."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from tilewright.diffusion.requests import LAST_EVENTS, Expectation, Made, PictureEvent, PictureRequest
-from tilewright.server.api.pictures.jobs import RESULT_PATH, ResultStore, VideoJob, VideoJobs
-from tilewright.server.api.pictures.request import (
+from tilewright.diffusion.requests import DiffusionRequest, Expectation, Progress
+from tilewright.server.api.images.jobs import RESULT_PATH, ResultStore, VideoJob, VideoJobs
+from tilewright.server.api.images.request import (
     DiffusionBody,
     EditBody,
     ImageBody,
@@ -21,11 +20,11 @@ from tilewright.server.api.pictures.request import (
     edit_source,
     image_request,
     read_body,
-    read_picture,
+    read_image,
     reference_source,
     video_request,
 )
-from tilewright.server.api.pictures.respond import Event, PictureResponse, PictureWriter
+from tilewright.server.api.images.respond import Event, ImageResponse, ImageWriter
 from tilewright.server.api.served import Served
 from tilewright.server.http.admission import MemoryReservation
 from tilewright.server.http.bodies import JsonResponse
@@ -34,7 +33,7 @@ from tilewright.server.http.log import RequestLog
 from tilewright.server.http.metrics import Metrics
 from tilewright.server.http.respond import ShuttingDown, timed_out
 from tilewright.server.http.settings import ServerSettings
-from tilewright.server.link.pictures import Cancel, PictureBackend
+from tilewright.server.link.diffusion import Cancel, DiffusionBackend, ProgressListener
 from tilewright.server.media.gate import MediaGate
 from tilewright.types import RequestError
 
@@ -42,7 +41,7 @@ MAX_LISTED = 100
 _MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 
 
-class PictureHandler:
+class DiffusionHandler:
     """Answers requests at /v1/images and /v1/videos by the models that draw."""
 
     def __init__(self, settings: ServerSettings, served: Served, gate: MediaGate, metrics: Metrics) -> None:
@@ -66,12 +65,12 @@ class PictureHandler:
         self._log_content(body, request)
         source = edit_source(body)
         if source is None and file is None:
-            raise ApiError(400, "image is missing, expected a picture to edit", param="image")
+            raise ApiError(400, "image is missing, expected an image to edit", param="image")
         if backend.limits is not None and not backend.limits.takes_image:  # before it is fetched
-            raise ApiError(400, f"{backend.name} cannot edit: it makes pictures from text alone", param="image")
+            raise ApiError(400, f"{backend.name} cannot edit: it makes images from text alone", param="image")
         backend.check_room()
-        picture = await self._read_picture(source, file, "image", request)
-        return await self._respond(backend, body, image_request(body, picture), request, "image_edit")
+        image = await self._read_image(source, file, "image", request)
+        return await self._respond(backend, body, image_request(body, image), request, "image_edit")
 
     async def create_video(self, request: Request) -> Response:
         self._served.find_image(None)  # before the body is read
@@ -79,15 +78,15 @@ class PictureHandler:
         backend = self._served.find_image(body.model).backend
         self._log_content(body, request)
         backend.check_room()
-        picture = await self._read_picture(reference_source(body), file, "input_reference", request)
-        wanted = video_request(body, picture)
+        image = await self._read_image(reference_source(body), file, "input_reference", request)
+        wanted = video_request(body, image)
         await backend.wait_for_limits()
         _check(backend, wanted, "input_reference")
         # No time limit: clients poll a video for as long as they want.
         expected = await backend.expect(wanted)
-        # The picture stays in memory after its request, until the video is done.
+        # The image stays in memory after its request, until the video is done.
         reservation: MemoryReservation = request.state.reservation
-        held = reservation.hand_over(len(picture or b""))
+        held = reservation.hand_over(len(image or b""))
         seconds = "auto" if body.seconds is None else f"{body.seconds:g}"
         job = VideoJob(backend.name, body.prompt, body.size or "auto", seconds)
         job.expected_s = None if expected is None else expected.seconds
@@ -119,10 +118,10 @@ class PictureHandler:
         return JsonResponse({"id": job_id, "object": "video.deleted", "deleted": True})
 
     def result(self, name: str) -> Response:
-        """Return a picture that an earlier answer gave by URL."""
+        """Return an image that an earlier answer gave by URL."""
         found = self.results.get(name.partition(".")[0])
         if found is None:
-            raise ApiError(404, "there is no such picture, or it is not kept any more", code="result_expired")
+            raise ApiError(404, "there is no such image, or it is not kept any more", code="result_expired")
         headers = {
             "X-Content-Type-Options": "nosniff",
             "Content-Security-Policy": "default-src 'none'; sandbox",
@@ -141,12 +140,12 @@ class PictureHandler:
         for model in self._served.image_models:
             await model.backend.close()
 
-    async def _read_picture(self, source: str | None, file: bytes | None, field: str, request: Request) -> bytes | None:
+    async def _read_image(self, source: str | None, file: bytes | None, field: str, request: Request) -> bytes | None:
         reservation: MemoryReservation = request.state.reservation
-        return await read_picture(source, file, field, self._gate, reservation.add, self._settings.media.limits)
+        return await read_image(source, file, field, self._gate, reservation.add, self._settings.media.limits)
 
     async def _respond(
-        self, backend: PictureBackend, body: ImageBody, wanted: PictureRequest, request: Request, kind: str
+        self, backend: DiffusionBackend, body: ImageBody, wanted: DiffusionRequest, request: Request, kind: str
     ) -> Response:
         log: RequestLog = request.state.log
         log.fields["stream"] = body.stream
@@ -159,10 +158,10 @@ class PictureHandler:
         cancel = self._submit(backend, wanted, events.put_nowait, None if expected is None else expected.seconds)
         self._streams.add(events)
         keep = partial(self._keep, wanted.file_format, request) if body.response_format == "url" else None
-        return PictureResponse(
+        return ImageResponse(
             events,
             cancel,
-            PictureWriter(kind, wanted.file_format, keep, body.progress),
+            ImageWriter(kind, wanted.file_format, keep, body.progress),
             log,
             is_stream=body.stream,
             timeout_s=timeout_s,
@@ -170,7 +169,7 @@ class PictureHandler:
             on_close=lambda: self._streams.discard(events),
         )
 
-    async def _checked(self, backend: PictureBackend, wanted: PictureRequest) -> Expectation | None:
+    async def _checked(self, backend: DiffusionBackend, wanted: DiffusionRequest) -> Expectation | None:
         """Check a request and return the expected time; raise ApiError if the model cannot make it, or not in time.
 
         The first request starts the process.
@@ -185,7 +184,7 @@ class PictureHandler:
             raise
 
     def _keep(self, file_format: str, request: Request, data: bytes) -> str:
-        """Store a picture and return its URL on this server."""
+        """Store an image and return its URL on this server."""
         name = self.results.put(data, _MEDIA_TYPES[file_format])
         base = request.base_url
         if request.headers.get("x-forwarded-proto") == "https":  # TLS ends at a proxy in front
@@ -194,20 +193,20 @@ class PictureHandler:
 
     def _submit(
         self,
-        backend: PictureBackend,
-        wanted: PictureRequest,
-        listener: Callable[[PictureEvent], None],
+        backend: DiffusionBackend,
+        wanted: DiffusionRequest,
+        listener: ProgressListener,
         expected_s: float | None,
     ) -> Cancel:
         """Put a request into the queue, and count its outcome in the metrics."""
         has_ended = False
 
-        def see(event: PictureEvent) -> None:
+        def see(progress: Progress) -> None:
             nonlocal has_ended
-            has_ended = isinstance(event, LAST_EVENTS)
-            if isinstance(event, Made):
-                self._metrics.count_pictures(event, is_video=wanted.is_video)
-            listener(event)
+            has_ended = progress.is_last
+            if progress.result is not None:
+                self._metrics.count_result(progress.result, is_video=wanted.is_video)
+            listener(progress)
 
         try:
             cancel = backend.submit(wanted, see, expected_s)
@@ -219,7 +218,7 @@ class PictureHandler:
             nonlocal has_ended
             if not has_ended:
                 has_ended = True
-                self._metrics.pictures_cancelled.inc()
+                self._metrics.generations_cancelled.inc()
                 cancel()
 
         return cancel_once
@@ -230,11 +229,11 @@ class PictureHandler:
             log.fields["content"] = body.model_dump_json(exclude={"image", "images", "input_reference", "mask"})
 
 
-def _check(backend: PictureBackend, wanted: PictureRequest, picture_field: str = "image") -> None:
+def _check(backend: DiffusionBackend, wanted: DiffusionRequest, image_field: str = "image") -> None:
     try:
         backend.check(wanted)
     except RequestError as error:
-        raise client_error(error, picture_field) from None
+        raise client_error(error, image_field) from None
 
 
 def _json_or_form(kind: type[EditBody] | type[VideoBody], file_field: str) -> dict[str, Any]:
@@ -246,15 +245,15 @@ def _json_or_form(kind: type[EditBody] | type[VideoBody], file_field: str) -> di
     return {"requestBody": {"required": True, "content": content}}
 
 
-def add_routes(app: FastAPI, handler: PictureHandler) -> None:
+def add_routes(app: FastAPI, handler: DiffusionHandler) -> None:
     @app.post("/v1/images/generations")
     async def generate(body: ImageBody, request: Request) -> Response:
-        """Make pictures of a prompt: one object or, with `stream`, events."""
+        """Make images of a prompt: one object or, with `stream`, events."""
         return await handler.generate(body, request)
 
     @app.post("/v1/images/edits", openapi_extra=_json_or_form(EditBody, "image"))
     async def edit(request: Request) -> Response:
-        """Edit a picture as a prompt says."""
+        """Edit an image as a prompt says."""
         return await handler.edit(request)
 
     @app.post("/v1/videos", openapi_extra=_json_or_form(VideoBody, "input_reference"))
@@ -284,5 +283,5 @@ def add_routes(app: FastAPI, handler: PictureHandler) -> None:
 
     @app.get(RESULT_PATH + "{name}", include_in_schema=False)
     async def result(name: str) -> Response:
-        """Return a picture that an earlier answer gave by URL."""
+        """Return an image that an earlier answer gave by URL."""
         return handler.result(name)

@@ -1,4 +1,4 @@
-"""Chat and pictures mixed, against a server that runs; nothing may be left behind. `soak_kills` asks for the same."""
+"""Chat and images mixed, against a server that runs; nothing may be left behind. `soak_kills` asks for the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHAT, IMAGES, EDITS, VIDEOS = "/v1/chat/completions", "/v1/images/generations", 
 MAX_BYTES = 1 << 24
 
 
-def picture_body(rng, **fields):
+def image_body(rng, **fields):
     prompt = f"a tile, number {rng.randrange(8)}"
     return {"prompt": prompt, "seed": rng.randrange(8), "steps": 2, "size": "64x64", **fields}
 
@@ -34,13 +34,13 @@ KINDS = {
     "chat": lambda rng: (CHAT, chat_body(rng), 200),
     "chat stream": lambda rng: (CHAT, chat_body(rng, stream=True), 200),
     "chat, left": lambda rng: (CHAT, chat_body(rng, stream=True, max_tokens=200), None),
-    "picture": lambda rng: (IMAGES, picture_body(rng), 200),
-    "two pictures": lambda rng: (IMAGES, picture_body(rng, n=2, output_format="jpeg"), 200),
-    "by URL": lambda rng: (IMAGES, picture_body(rng, response_format="url"), 200),
-    "stream": lambda rng: (IMAGES, picture_body(rng, stream=True, partial_images=1, progress=True), 200),
-    "stream, left": lambda rng: (IMAGES, picture_body(rng, stream=True, progress=True, steps=8), None),
-    "wrong size": lambda rng: (IMAGES, picture_body(rng, size="33x16"), 400),
-    "wrong edit": lambda rng: (EDITS, picture_body(rng), 400),
+    "image": lambda rng: (IMAGES, image_body(rng), 200),
+    "two images": lambda rng: (IMAGES, image_body(rng, n=2, output_format="jpeg"), 200),
+    "by URL": lambda rng: (IMAGES, image_body(rng, response_format="url"), 200),
+    "stream": lambda rng: (IMAGES, image_body(rng, stream=True, partial_images=1, progress=True), 200),
+    "stream, left": lambda rng: (IMAGES, image_body(rng, stream=True, progress=True, steps=8), None),
+    "wrong size": lambda rng: (IMAGES, image_body(rng, size="33x16"), 400),
+    "wrong edit": lambda rng: (EDITS, image_body(rng), 400),
     "wrong video": lambda rng: (VIDEOS, {"prompt": "tile"}, 400),
 }
 

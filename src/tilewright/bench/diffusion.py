@@ -1,4 +1,4 @@
-"""`tilewright bench image|video`: times a diffusion pipeline per step and per picture."""
+"""`tilewright bench image|video`: times a diffusion pipeline per step and per image."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilewright.bench import report
-from tilewright.flags import pictures
+from tilewright.flags import diffusion
 from tilewright.flags.options import positive
 from tilewright.types import RequestError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # torch is imported when the benchmark runs: --help is fast
     from tilewright.diffusion.params import GenerationParams
 
 WHAT = {
-    "image": "seconds per denoising step and per picture, and their parts",
+    "image": "seconds per denoising step and per image, and their parts",
     "video": "seconds per denoising step and per video, and their parts",
 }
 PROMPT = "a red circle left of a blue square"
@@ -41,9 +41,9 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
         if name == "video":
             parser.add_argument("--frames", type=positive, metavar="N", help="default: the model's")
         else:
-            parser.add_argument("-n", type=positive, default=1, metavar="N", help="pictures at once (default 1)")
-        pictures.add_picture_arguments(parser)
-        pictures.add_model_arguments(parser)
+            parser.add_argument("-n", type=positive, default=1, metavar="N", help="images at once (default 1)")
+        diffusion.add_request_arguments(parser)
+        diffusion.add_model_arguments(parser)
         parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="default 3")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the results and the machine")
         parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rounds (needs matplotlib)")
@@ -52,32 +52,32 @@ def add_arguments(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
 
 def run(options: argparse.Namespace) -> int:
     """Run the benchmark and return the exit status."""
-    pictures.check_files(options)
+    diffusion.check_files(options)
     report.check_outputs(options)
     from tilewright.bench.rounds import as_table, write_json, write_plot
 
     load_average = report.load_average()
-    with pictures.open_diffusion(options) as diffusion:
-        params = _params(diffusion, options)
-        rounds = _measure(diffusion, params, options.rounds)
+    with diffusion.open_model(options) as model:
+        params = _params(model, options)
+        rounds = _measure(model, params, options.rounds)
         print(as_table(rounds))
         if options.json:
-            about = _about(diffusion, params, options) | {"load_average": load_average, "versions": report.versions()}
+            about = _about(model, params, options) | {"load_average": load_average, "versions": report.versions()}
             write_json(options.json, rounds, about)
         if options.plot:
-            write_plot(options.plot, rounds, f"bench {options.what}, {diffusion.name}")
+            write_plot(options.plot, rounds, f"bench {options.what}, {model.name}")
     return 0
 
 
-def _params(diffusion: Diffusion, options: argparse.Namespace) -> GenerationParams:
+def _params(model: Diffusion, options: argparse.Namespace) -> GenerationParams:
     if options.what == "image":
-        return pictures.request(diffusion, options, num_frames=1, n=options.n, output="array")
-    if diffusion.limits.max_frames == 1:
-        raise RequestError(f"{diffusion.name} makes pictures, expected a model that makes videos")
-    return pictures.request(diffusion, options, num_frames=options.frames, output="array")
+        return diffusion.request(model, options.prompt, options, num_frames=1, n=options.n, output="array")
+    if model.limits.max_frames == 1:
+        raise RequestError(f"{model.name} makes images, expected a model that makes videos")
+    return diffusion.request(model, options.prompt, options, num_frames=options.frames, output="array")
 
 
-def _measure(diffusion: Diffusion, params: GenerationParams, num_rounds: int) -> list[Round]:
+def _measure(model: Diffusion, params: GenerationParams, num_rounds: int) -> list[Round]:
     from dataclasses import replace
 
     from tqdm import tqdm
@@ -86,21 +86,21 @@ def _measure(diffusion: Diffusion, params: GenerationParams, num_rounds: int) ->
     from tilewright.bench.timing import between, probe
 
     is_quiet = not sys.stderr.isatty()
-    diffusion.run(replace(params, num_steps=min(params.num_steps, 2)))  # warms up: loads, and packs weights
+    model.run(replace(params, num_steps=min(params.num_steps, 2)))  # warms up: loads, and packs weights
     rounds = []
     before = probe()
     for number in tqdm(range(1, num_rounds + 1), file=sys.stderr, unit="round", leave=False, disable=is_quiet):
-        amounts = _amounts(diffusion, replace(params, seed=params.seed + number))
+        amounts = _amounts(model, replace(params, seed=params.seed + number))
         after = probe()
         rounds.append(Round.of(amounts, between(before, after)))
         before = after
     return rounds
 
 
-def _amounts(diffusion: Diffusion, params: GenerationParams) -> Amounts:
+def _amounts(model: Diffusion, params: GenerationParams) -> Amounts:
     from tilewright.bench.rounds import Measurement
 
-    timings = diffusion.run(params).timings
+    timings = model.run(params).timings
     made_s = timings.total_s - timings.load_s
     noun = "video" if params.num_frames > 1 else "picture"
     return {
@@ -113,12 +113,12 @@ def _amounts(diffusion: Diffusion, params: GenerationParams) -> Amounts:
     }
 
 
-def _about(diffusion: Diffusion, params: GenerationParams, options: argparse.Namespace) -> dict[str, object]:
+def _about(model: Diffusion, params: GenerationParams, options: argparse.Namespace) -> dict[str, object]:
     from tilewright.engine.measure import machine
 
     return {
         "bench": options.what,
-        "model": diffusion.name,
+        "model": model.name,
         "dtype": options.dtype or "auto",
         "tp": options.tp or 1,
         "settings": {**params.settings(), "n": params.n},
