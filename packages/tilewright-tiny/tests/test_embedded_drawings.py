@@ -1,5 +1,5 @@
 """The embedded model that draws: what its captions say is what the model that sees finds, and diffusers' way to the
-same pictures is ours.
+same images is ours.
 """
 
 from itertools import islice
@@ -28,8 +28,8 @@ def test_it_draws_what_captions_say(painter):
     wrong = {}
     with Engine(max_sequences=1) as judge:
         for seed, drawing in enumerate(islice(drawings(Random("test"), set_name="test"), NUM_CAPTIONS)):
-            picture = painter.generate(drawing.caption, seed=seed).images[0]
-            if found := mistakes(judge, drawing, picture):
+            image = painter.generate(drawing.caption, seed=seed).images[0]
+            if found := mistakes(judge, drawing, image):
                 wrong[drawing.caption] = found
     assert len(wrong) <= NUM_CAPTIONS - NUM_RIGHT, wrong
 

@@ -37,7 +37,7 @@ def model(tmp_path_factory):
     return folder
 
 
-def picture(seed, size=(64, 64)):
+def image(seed, size=(64, 64)):
     draw = random.Random(seed)
     image = Image.new("RGB", size, (draw.randrange(256), draw.randrange(256), 40))
     for _ in range(4):
@@ -46,20 +46,20 @@ def picture(seed, size=(64, 64)):
     return image
 
 
-def item(kind, pictures=(), clip=(), fps=2.0, answer="Two."):
+def item(kind, images=(), clip=(), fps=2.0, answer="Two."):
     return SimpleNamespace(
-        kind=kind, pictures=tuple(pictures), clip=tuple(clip), fps=fps, question=f"A question of {kind}?", answer=answer
+        kind=kind, images=tuple(images), clip=tuple(clip), fps=fps, question=f"A question of {kind}?", answer=answer
     )
 
 
 ITEMS = [
     item("text"),
-    item("count", [picture(1)]),
-    item("size", [picture(2, (100, 70))]),
-    item("two_pictures", [picture(3), picture(4, (48, 96))]),
-    item("clip", clip=[picture(seed) for seed in range(7)]),
-    item("clip", clip=[picture(seed, (32, 32)) for seed in range(9)], fps=3.0),
-    item("both", [picture(5)], [picture(seed) for seed in range(4)], fps=1.5),
+    item("count", [image(1)]),
+    item("size", [image(2, (100, 70))]),
+    item("two_pictures", [image(3), image(4, (48, 96))]),
+    item("clip", clip=[image(seed) for seed in range(7)]),
+    item("clip", clip=[image(seed, (32, 32)) for seed in range(9)], fps=3.0),
+    item("both", [image(5)], [image(seed) for seed in range(4)], fps=1.5),
 ]
 
 
@@ -99,7 +99,7 @@ def test_shares_and_their_table():
 @pytest.mark.parametrize("fps", [1.0, 1.5, 2.0, 3.0, 24.0, 29.97])
 @pytest.mark.parametrize("size", [(64, 64), (33, 47)])
 def test_clips_lose_nothing_on_their_way(size, fps):
-    clip = [picture(seed, size) for seed in range(6)]
+    clip = [image(seed, size) for seed in range(6)]
     noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     clip[3] = Image.fromarray(noise)
     video = read_video(messages.mp4(tuple(clip), fps), "video 1", MediaLimits())
@@ -108,12 +108,12 @@ def test_clips_lose_nothing_on_their_way(size, fps):
     assert np.array_equal(decoded, messages.frames(tuple(clip)))
 
 
-def test_pictures_come_first_then_the_clip_then_the_question():
+def test_images_come_first_then_the_clip_then_the_question():
     (message,) = messages.for_server(ITEMS[-1])
     assert [part["type"] for part in message["content"]] == ["image_url", "video_url", "text"]
     (message,) = messages.for_engine(ITEMS[3])
     first, second, text = message["content"]
-    assert (first["image"], second["image"], text["text"]) == (*ITEMS[3].pictures, ITEMS[3].question)
+    assert (first["image"], second["image"], text["text"]) == (*ITEMS[3].images, ITEMS[3].question)
 
 
 def test_server_library_and_transformers_answer_the_same(model, monkeypatch):

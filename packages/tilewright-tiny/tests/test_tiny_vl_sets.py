@@ -9,18 +9,18 @@ from training.tiny_vl.batches import Lessons
 
 SIZE = 1000  # of a set, as it is reported
 NUM_LESSONS, BATCH_SIZE = 2000, 128
-# Talk has no picture and a finite number of wordings, so some questions come twice by chance: these many of the 30 of
+# Talk has no image and a finite number of wordings, so some questions come twice by chance: these many of the 30 of
 # the test set are in the validation set. docs/embedded.md says so, and gives the figures without talk.
 NUM_SHARED_TALKS = 4
 
 
-def pixels(pictures):
-    return b"".join(np.asarray(picture).tobytes() for picture in pictures)
+def pixels(images):
+    return b"".join(np.asarray(image).tobytes() for image in images)
 
 
 def asked(item):
     """What a model is given: all that could make two items one."""
-    return pixels(item.pictures + item.clip), item.question
+    return pixels(item.images + item.clip), item.question
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,10 @@ def of_test():
     return [(item.kind, *asked(item)) for item in items.test(SIZE)]
 
 
-def test_validation_and_test_share_no_picture(of_validation, of_test):
-    seen = {picture for picture, _ in of_validation if picture}
+def test_validation_and_test_share_no_image(of_validation, of_test):
+    seen = {image for image, _ in of_validation if image}
     assert len(seen) > 900
-    assert not [question for _, picture, question in of_test if picture in seen]
+    assert not [question for _, image, question in of_test if image in seen]
 
 
 def test_validation_and_test_share_the_talk_that_is_told(of_validation, of_test):
@@ -44,12 +44,12 @@ def test_validation_and_test_share_the_talk_that_is_told(of_validation, of_test)
     assert shared == ["text"] * NUM_SHARED_TALKS
 
 
-def test_training_shows_no_picture_of_the_test_set(of_test):
-    """The pictures of one test item are all those of a lesson, in what training really draws, worn or not."""
+def test_training_shows_no_image_of_the_test_set(of_test):
+    """The images of one test item are all those of a lesson, in what training really draws, worn or not."""
     tokenizer_file = embedded.path() / "tokenizer.json"
     shown: set[bytes] = set()
     for batch in Lessons(tokenizer_file, BATCH_SIZE, seed=1):
         shown.update(frames.tobytes() for frames in batch.frames.numpy())
         if len(shown) >= NUM_LESSONS:
             break
-    assert not [question for _, picture, question in of_test if picture in shown]
+    assert not [question for _, image, question in of_test if image in shown]

@@ -25,16 +25,17 @@ from training.tiny_vl.shapes import COLOURS
 from training.tiny_vl.texts import text_lesson
 from training.tiny_vl.validation import score, validation_batches
 
+pytestmark = pytest.mark.long
+
 DIGEST_OF_ITEMS = """
 import hashlib
 from training.tiny_vl import items
 
-pytestmark = pytest.mark.long
 digest = hashlib.sha256()
 for item in [*items.validation(40), *items.test(40)]:
     digest.update(f"{item.kind} {item.question} {item.answer}".encode())
-    for picture in item.pictures + item.clip:
-        digest.update(picture.tobytes())
+    for image in item.images + item.clip:
+        digest.update(image.tobytes())
 print(digest.hexdigest())
 """
 
@@ -115,11 +116,11 @@ class Quiet(Random):
         return 0.99
 
 
-def test_questions_about_a_picture_do_not_see_each_other(folder, encoder):
+def test_questions_about_an_image_do_not_see_each_other(folder, encoder):
     network = small_network(folder)
     lesson = shape_lesson(Random(5), 64, 96, 4)
     both = collate(Quiet(), encoder, [lesson])
-    alone = collate(Quiet(), encoder, [type(lesson)(lesson.pictures, lesson.asks[1:2])])
+    alone = collate(Quiet(), encoder, [type(lesson)(lesson.images, lesson.asks[1:2])])
     second = both.segments[0] == 2
     answer = alone.segments[0] == 1
     assert both.ids[0][second].tolist() == alone.ids[0][answer].tolist()
@@ -145,22 +146,22 @@ def test_the_items_of_a_set_have_their_shares(name):
     kinds = Counter(item.kind for item in items.SETS[name](sum(SHARES.values()) // 10))
     assert set(kinds) == set(SHARES)
     for item in items.SETS[name](20):
-        assert bool(item.pictures) + bool(item.clip) == (item.kind != "text")
+        assert bool(item.images) + bool(item.clip) == (item.kind != "text")
         assert item.answer
 
 
 def test_what_is_read_is_spelled_out(encoder):
-    """Words of ours are a token each where they follow a space; what a picture shows is single letters."""
+    """Words of ours are a token each where they follow a space; what an image shows is single letters."""
     assert len(encoder.ids_of(" circle")) == 1
     assert len(encoder.ids_of('"circle"')) == len('"circle"')
     assert len(encoder.ids_of("<|im_start|>assistant\n")) == 3
 
 
 @pytest.mark.parametrize("size", [(256, 256), (160, 384), (384, 160)])
-def test_pictures_have_the_size_that_was_asked_for(size):
+def test_images_have_the_size_that_was_asked_for(size):
     for seed, make in enumerate((shape_lesson, text_lesson, photo_lesson, pair_lesson)):
         lesson = make(Random(seed), *size, 5)
-        assert all(picture.size == size and picture.mode == "RGB" for picture in lesson.pictures)
+        assert all(image.size == size and image.mode == "RGB" for image in lesson.images)
         assert lesson.asks
 
 

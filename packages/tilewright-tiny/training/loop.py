@@ -27,7 +27,7 @@ def training_parser(
     )
     parser.add_argument("--out", default="candidate", help=f"folder of the {writes} (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=minutes, help="how long it trains (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=batch_size, help="pictures a step (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="images a step (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=lr, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=15, help="processes that draw (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help=f"of weights and {draws} (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""The checkpoint folders of Tilewright's embedded models, and the picture and sound of its demo."""
+"""The checkpoint folders of Tilewright's embedded models, and the image and sound of its demo."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Drawings as tensors: a batch has pictures of one size and captions of one padded length."""
+"""Drawings as tensors: a batch has images of one size and captions of one padded length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from training.tiny_draw.captions import Drawing, drawings
 from training.tiny_draw.network import CAPTION_MULTIPLE
 
 SIZES = ((256, 256), (256, 256), (256, 256), (256, 256), (320, 192), (192, 320), (288, 224), (224, 288), (224, 224))
-NO_CAPTION = 0.1  # of the pictures have an empty one, which guidance leads away from
+NO_CAPTION = 0.1  # of the images have an empty one, which guidance leads away from
 PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # as the pipeline asks its text encoder
 
 _Made = TypeVar("_Made")
@@ -29,15 +29,15 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True)
 class Batch:
-    pictures: Tensor  # uint8 [B, H, W, 3]
+    images: Tensor  # uint8 [B, H, W, 3]
     ids: Tensor  # int64 [B, L]
     lengths: Tensor  # int64 [B]: what follows is padding
 
     def to(self, device: str) -> Batch:
-        return Batch(*(x.to(device, non_blocking=True) for x in (self.pictures, self.ids, self.lengths)))
+        return Batch(*(x.to(device, non_blocking=True) for x in (self.images, self.ids, self.lengths)))
 
     def pin_memory(self) -> Batch:
-        return Batch(*(x.pin_memory() for x in (self.pictures, self.ids, self.lengths)))
+        return Batch(*(x.pin_memory() for x in (self.images, self.ids, self.lengths)))
 
 
 class Drawings(IterableDataset[Batch]):
@@ -95,11 +95,11 @@ def prompt_ids(tokenizer: Tokenizer, caption: str) -> list[int]:
 
 
 def as_batch(group: list[tuple[Drawing, list[int]]], length: int) -> Batch:
-    pictures = np.stack([np.asarray(drawing.scene.draw()) for drawing, _ in group])
+    images = np.stack([np.asarray(drawing.scene.draw()) for drawing, _ in group])
     ids = torch.tensor([row + [0] * (length - len(row)) for _, row in group])
-    return Batch(torch.from_numpy(pictures), ids, torch.tensor([len(row) for _, row in group]))
+    return Batch(torch.from_numpy(images), ids, torch.tensor([len(row) for _, row in group]))
 
 
-def as_pixels(pictures: Tensor) -> Tensor:
+def as_pixels(images: Tensor) -> Tensor:
     """[B, 3, H, W] in -1 to 1."""
-    return pictures.permute(0, 3, 1, 2).float().div_(127.5).sub_(1).contiguous(memory_format=torch.channels_last)
+    return images.permute(0, 3, 1, 2).float().div_(127.5).sub_(1).contiguous(memory_format=torch.channels_last)

@@ -20,8 +20,8 @@ RELATIONS = {
     "above": ("above",),
     "below": ("below", "under"),
 }
-APART = 0.24  # of the picture's side: how far apart two shapes are that lie left of or above each other
-LARGE, SMALL = (0.155, 0.2), (0.055, 0.08)  # radii, of the picture's shorter side
+APART = 0.24  # of the image's side: how far apart two shapes are that lie left of or above each other
+LARGE, SMALL = (0.155, 0.2), (0.055, 0.08)  # radii, of the image's shorter side
 USUAL, FEW, MANY = (0.065, 0.17), (0.075, 0.15), (0.055, 0.11)
 TRIES = 200
 # How often each kind of caption comes up: in the sets that are asked about, and in training, which has more of what is
@@ -33,7 +33,7 @@ ALIKE = 0.35  # of the training captions have shapes of two colours and three ki
 
 @dataclass(frozen=True)
 class Drawing:
-    """A caption, a scene that it describes, and what may be asked of any picture with this caption."""
+    """A caption, a scene that it describes, and what may be asked of any image with this caption."""
 
     kind: str  # of caption
     caption: str

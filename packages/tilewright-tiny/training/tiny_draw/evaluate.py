@@ -1,4 +1,4 @@
-"""How many captions of the test set are drawn right, as the embedded model that looks at pictures sees it. From the top
+"""How many captions of the test set are drawn right, as the embedded model that looks at images sees it. From the top
 of the repository:
 
 python -m training.tiny_draw.evaluate
@@ -32,11 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     marks, lines = [], []
     with Engine() as judge:
-        for index, (drawing, picture) in enumerate(tqdm(pictures(options), total=options.count, file=sys.stderr)):
+        for index, (drawing, image) in enumerate(tqdm(images(options), total=options.count, file=sys.stderr)):
             if options.pictures:
                 options.pictures.mkdir(parents=True, exist_ok=True)
-                picture.save(options.pictures / f"{index:03d}.png")
-            wrong = mistakes(judge, drawing, picture)
+                image.save(options.pictures / f"{index:03d}.png")
+            wrong = mistakes(judge, drawing, image)
             marks.append((drawing.kind, not wrong))
             lines += [f"{index:03d} {drawing.caption!r}: {line}" for line in wrong]
     shares = shares_by_kind(marks)
@@ -59,13 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=positive, help="default: the pipeline's")
     parser.add_argument("--guidance", type=float, help="default: the pipeline's")
     parser.add_argument("--drawn", action="store_true", help="judge the scenes as they were drawn")
-    parser.add_argument("--pictures", type=Path, metavar="DIR", help="keep the pictures")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="keep the images")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the shares")
     return parser
 
 
-def pictures(options: argparse.Namespace) -> Iterator[tuple[Drawing, Image.Image]]:
-    """The first captions of the set, each with its picture, whose seed is its place in the set."""
+def images(options: argparse.Namespace) -> Iterator[tuple[Drawing, Image.Image]]:
+    """The first captions of the set, each with its image, whose seed is its place in the set."""
     chosen = islice(drawings(Random(options.set), set_name=options.set), options.count)
     if options.drawn:
         yield from ((drawing, drawing.scene.draw()) for drawing in chosen)
@@ -76,11 +76,11 @@ def pictures(options: argparse.Namespace) -> Iterator[tuple[Drawing, Image.Image
             yield drawing, painter.generate(drawing.caption, **settings).images[0]
 
 
-def mistakes(judge: Engine, drawing: Drawing, picture: Image.Image) -> list[str]:
-    """What the judge answers otherwise than the caption says; none: the picture is right."""
+def mistakes(judge: Engine, drawing: Drawing, image: Image.Image) -> list[str]:
+    """What the judge answers otherwise than the caption says; none: the image is right."""
     found = []
     for ask in drawing.asks:
-        content = [{"type": "image", "image": picture}, {"type": "text", "text": ask.question}]
+        content = [{"type": "image", "image": image}, {"type": "text", "text": ask.question}]
         answer = judge.chat([{"role": "user", "content": content}], max_tokens=MAX_TOKENS, temperature=0).text
         if not is_same(answer, ask.answer):
             found.append(f"{ask.question} {answer}")

@@ -1,6 +1,6 @@
 """Z-Image's transformer for training, with diffusers' names and formulas (`tests/test_tiny_draw.py` compares the two).
 
-The pictures of a batch have one size and its captions one padded length: it is tensors instead of lists, and compiles.
+The images of a batch have one size and its captions one padded length: it is tensors instead of lists, and compiles.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 CONDITION_WIDTH = 256  # of the embedded timestep, at most
 FREQUENCY_WIDTH, TIMESTEP_WIDTH = 256, 1024
 PATCH = 2
-CAPTION_MULTIPLE = 32  # captions and pictures are padded to whole multiples
+CAPTION_MULTIPLE = 32  # captions and images are padded to whole multiples
 
 
 class Attention(nn.Module):

@@ -94,7 +94,7 @@ def run(options: argparse.Namespace, network: Network, vae: Any, folder: Path) -
     average = [parameter.detach().clone() for parameter in network.parameters()]
     began_s = told_s = kept_s = time.monotonic()
     total_s = options.minutes * 60
-    step = num_pictures = 0
+    step = num_images = 0
     mean_loss = 0.0
     for batch in latent_batches(options, vae, folder):
         if step == NUM_COMPILING_STEPS:
@@ -108,18 +108,18 @@ def run(options: argparse.Namespace, network: Network, vae: Any, folder: Path) -
         loss = train_step(network, optimisers, *batch, options.device)
         kept = min(1 - 1 / AVERAGED_STEPS, step / (step + 10))
         torch._foreach_lerp_(average, [parameter.detach() for parameter in network.parameters()], 1 - kept)
-        step, num_pictures = step + 1, num_pictures + len(batch[0])
+        step, num_images = step + 1, num_images + len(batch[0])
         if time.monotonic() - told_s > 10:
             told_s = time.monotonic()
             mean_loss = loss.item()
-            tell(f"{elapsed_s:5.0f} s  step {step}  {num_pictures:,} pictures  loss {mean_loss:.4f}")
+            tell(f"{elapsed_s:5.0f} s  step {step}  {num_images:,} images  loss {mean_loss:.4f}")
         if time.monotonic() - kept_s > KEPT_EVERY_S:
             kept_s = time.monotonic()
             keep(folder, network, average)
     keep(folder, network, average)
-    result = {"steps": step, "pictures": num_pictures, "loss": mean_loss}
+    result = {"steps": step, "pictures": num_images, "loss": mean_loss}
     (folder / "training.json").write_text(json.dumps(result, indent=1) + "\n")
-    tell(f"{step} steps, {num_pictures:,} pictures")
+    tell(f"{step} steps, {num_images:,} images")
 
 
 def latent_batches(options: argparse.Namespace, vae: Any, folder: Path) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -135,7 +135,7 @@ def latent_batches(options: argparse.Namespace, vae: Any, folder: Path) -> Itera
     @torch.no_grad()
     def encode(on_host: Batch) -> tuple[Tensor, Tensor, Tensor]:
         batch = on_host.to(options.device)
-        posterior = vae.encode(as_pixels(batch.pictures).bfloat16()).latent_dist
+        posterior = vae.encode(as_pixels(batch.images).bfloat16()).latent_dist
         latents = (posterior.mode().float() - vae.config.shift_factor) * vae.config.scaling_factor
         return latents.bfloat16(), batch.ids, batch.lengths
 

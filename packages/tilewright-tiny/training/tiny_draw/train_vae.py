@@ -24,7 +24,7 @@ from training.tiny_draw.checkpoint import SIDE, VAE, WEIGHTS, write_configs, wri
 KL_WEIGHT = 2e-4  # of nats per latent: latents spread by a tenth, so the decoder forgives what denoising leaves
 EDGE_WEIGHT = 0.5  # of the difference of neighbouring pixels: edges stay sharp
 NUM_STATISTICS_BATCHES = 16
-MAX_STORED = 500  # batches of pictures, on the device
+MAX_STORED = 500  # batches of images, on the device
 NUM_COMPILING_STEPS = 5  # at a learning rate of 0, and not counted
 
 
@@ -82,8 +82,8 @@ def run(options: argparse.Namespace, vae: Any, batches: Any) -> None:
     optimiser = torch.optim.AdamW(trained, lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0)
     began_s = told_s = time.monotonic()
     total_s = options.minutes * 60
-    drawings = met_again(batches, lambda batch: batch.to(options.device).pictures, MAX_STORED, Random(options.seed))
-    for step, pictures in enumerate(drawings):
+    drawings = met_again(batches, lambda batch: batch.to(options.device).images, MAX_STORED, Random(options.seed))
+    for step, images in enumerate(drawings):
         if step == NUM_COMPILING_STEPS:
             began_s = time.monotonic()
         elapsed_s = time.monotonic() - began_s if step >= NUM_COMPILING_STEPS else 0.0
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace, vae: Any, batches: Any) -> None:
             break
         for group in optimiser.param_groups:
             group["lr"] = options.lr * learning_rate_at(elapsed_s / total_s)
-        pixels = as_pixels(pictures)
+        pixels = as_pixels(images)
         with torch.autocast(options.device, torch.bfloat16, enabled=options.device == "cuda"):
             posterior = vae.encode(pixels).latent_dist
             drawn = vae.decode(posterior.sample()).sample
@@ -118,7 +118,7 @@ def loss_of(drawn: Tensor, pixels: Tensor) -> Tensor:
 def statistics(vae: Any, batches: Any, device: str) -> tuple[float, float]:
     """What is subtracted from latents, and what they are multiplied by, so that they have mean 0 and deviation 1."""
     latents = [
-        vae.encode(as_pixels(next(batches).to(device).pictures)).latent_dist.mode().flatten()
+        vae.encode(as_pixels(next(batches).to(device).images)).latent_dist.mode().flatten()
         for _ in range(NUM_STATISTICS_BATCHES)
     ]
     whole = torch.cat(latents)

@@ -12,7 +12,7 @@ from training.tiny_vl.talk import TOO_HARD, too_hard_question
 from training.tiny_vl.words import THINGS
 
 SIZE_RATIO = 1.3  # of radii: below it, which is larger is no fair question
-DISTANCE = 0.1  # of the picture's side: closer than that, which is further left is no fair question
+DISTANCE = 0.1  # of the image's side: closer than that, which is further left is no fair question
 MOST_DESCRIBED = 5
 
 

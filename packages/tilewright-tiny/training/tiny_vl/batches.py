@@ -1,4 +1,4 @@
-"""Lessons as tensors: pictures of one size, and their questions behind one another in rows of one length."""
+"""Lessons as tensors: images of one size, and their questions behind one another in rows of one length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from training.tiny_vl.clips import clip_lesson
-from training.tiny_vl.items import picture_lesson
+from training.tiny_vl.items import image_lesson
 from training.tiny_vl.lesson import Ask, Lesson, casual
 from training.tiny_vl.pairs import pair_lesson
 from training.tiny_vl.talk import talk
@@ -25,7 +25,7 @@ from training.tiny_vl.talk import talk
 MERGED_PATCH = 32
 ROW_LENGTH = 320
 MOST_ASKS = 9
-# What the preprocessor makes of pictures: square ones mostly, the others so that any shape of photograph is known.
+# What the preprocessor makes of images: square ones mostly, the others so that any shape of photograph is known.
 SIZES = ((256, 256),) * 6 + (
     (288, 192),
     (192, 288),
@@ -45,13 +45,13 @@ SYSTEM_PROMPTS = (
     "Be concise.",
 )
 NO_TARGET = -100
-PADDING, PREFIX = -1, 0  # segments; questions count from 1, talk without a picture from TALK
+PADDING, PREFIX = -1, 0  # segments; questions count from 1, talk without an image from TALK
 TALK = 1000
 
 
 @dataclass
 class Batch:
-    frames: Tensor  # uint8 (batch, frames or pictures, height, width, 3)
+    frames: Tensor  # uint8 (batch, frames or images, height, width, 3)
     ids: Tensor  # (batch, length)
     targets: Tensor  # (batch, length): the token that comes next, NO_TARGET where nobody asks
     positions: Tensor  # (3, batch, length)
@@ -91,7 +91,7 @@ class Encoder:
                 f"<{time_s:.1f} seconds><|vision_start|>{'<|video_pad|>' * pads}<|vision_end|>" for time_s in times_s
             )
         else:
-            text += f"<|vision_start|>{'<|image_pad|>' * pads}<|vision_end|>" * len(lesson.pictures)
+            text += f"<|vision_start|>{'<|image_pad|>' * pads}<|vision_end|>" * len(lesson.images)
         return list(self.ids_of(text))
 
     def turn(self, ask: Ask) -> tuple[list[int], int]:
@@ -163,9 +163,9 @@ def clip_times(rng: Random, num_frames: int) -> list[float]:
 
 def lay_out(rng: Random, encoder: Encoder, lesson: Lesson, system: str | None, question_is_first: bool) -> Row:
     """A lesson's row; its questions are told apart by segments, or follow one another as a conversation."""
-    width, height = lesson.pictures[0].size
+    width, height = lesson.images[0].size
     grid = (height // MERGED_PATCH, width // MERGED_PATCH)
-    times_s = clip_times(rng, len(lesson.pictures)) if lesson.is_clip else []
+    times_s = clip_times(rng, len(lesson.images)) if lesson.is_clip else []
     prefix = encoder.prefix(lesson, grid, times_s, system)
     media_id = encoder.ids_of("<|video_pad|>" if lesson.is_clip else "<|image_pad|>")[0]
     row = Row(ROW_LENGTH)
@@ -212,7 +212,7 @@ def make_batch(rng: Random, encoder: Encoder, batch_size: int, photos: Path | No
     if way < 0.76:
         width, height = rng.choice(SIZES)
         question_is_first = rng.random() < 0.08
-        lessons = [picture_lesson(rng, width, height, MOST_ASKS, photos) for _ in range(batch_size)]
+        lessons = [image_lesson(rng, width, height, MOST_ASKS, photos) for _ in range(batch_size)]
     elif way < 0.88:
         batch_size //= 2
         question_is_first = rng.random() < 0.05
@@ -228,12 +228,12 @@ def worn(rng: Random, lesson: Lesson) -> Lesson:
     if rng.random() > 0.1:
         return lesson
     quality = rng.randint(40, 90)
-    pictures = []
-    for picture in lesson.pictures:
+    images = []
+    for image in lesson.images:
         file = io.BytesIO()
-        picture.save(file, "JPEG", quality=quality)
-        pictures.append(Image.open(file).convert("RGB"))
-    return replace(lesson, pictures=tuple(pictures))
+        image.save(file, "JPEG", quality=quality)
+        images.append(Image.open(file).convert("RGB"))
+    return replace(lesson, images=tuple(images))
 
 
 def collate(
@@ -244,7 +244,7 @@ def collate(
     is_clip = lessons[0].is_clip
     media_id = encoder.ids_of("<|video_pad|>" if is_clip else "<|image_pad|>")[0]
     slots = np.nonzero(ids == media_id)[1].reshape(len(ids), -1)
-    frames = np.stack([np.stack([np.asarray(picture) for picture in lesson.pictures]) for lesson in lessons])
+    frames = np.stack([np.stack([np.asarray(image) for image in lesson.images]) for lesson in lessons])
     return Batch(
         torch.from_numpy(frames),
         torch.from_numpy(ids),
@@ -266,7 +266,7 @@ def attention_mask(segments: Tensor) -> Tensor:
 
 
 def as_pixels(frames: Tensor, is_clip: bool, noise: float = 0.0) -> Tensor:
-    """uint8 (batch, count, height, width, 3) to what the network takes: a still picture is two equal frames.
+    """uint8 (batch, count, height, width, 3) to what the network takes: a still image is two equal frames.
 
     Half of the rows get noise, of at most this strength.
     """

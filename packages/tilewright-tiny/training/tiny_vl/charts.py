@@ -20,10 +20,10 @@ def chart_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
     num_bars = rng.randint(2, 5)
     labels, values = _labels(rng, width, num_bars), _values(rng, num_bars)
     colours = [rng.choice(BAR_COLOURS)] * num_bars if rng.random() < 0.4 else rng.sample(BAR_COLOURS, num_bars)
-    picture = _draw(rng, width, height, labels, values, colours)
+    image = _draw(rng, width, height, labels, values, colours)
     asks = _asks(rng, labels, values, colours)
     rng.shuffle(asks)
-    return Lesson((picture,), tuple(asks[:num_asks]))
+    return Lesson((image,), tuple(asks[:num_asks]))
 
 
 def _labels(rng: Random, width: int, count: int) -> list[str]:
@@ -46,8 +46,8 @@ def _values(rng: Random, count: int) -> list[int]:
 def _draw(
     rng: Random, width: int, height: int, labels: list[str], values: list[int], colours: list[str]
 ) -> Image.Image:
-    picture = Image.new("RGB", (width, height), shade("white", jitter(rng)))
-    pen = ImageDraw.Draw(picture)
+    image = Image.new("RGB", (width, height), shade("white", jitter(rng)))
+    pen = ImageDraw.Draw(image)
     path = rng.choice(font_paths())
     left, right, top, bottom = 34, width - 8, rng.randint(22, 34), height - 34
     step = (bottom - top) / HIGHEST
@@ -71,11 +71,11 @@ def _draw(
         size = 22 if len(label) == 1 else 20
         length = font(path, size).getlength(label)
         mask = letter_mask(label, path, size if length < slot - 3 else int(size * (slot - 3) / length), 0)
-        picture.paste((20, 20, 20), (round(middle - mask.width / 2), bottom + 16 - mask.height // 2), mask)
+        image.paste((20, 20, 20), (round(middle - mask.width / 2), bottom + 16 - mask.height // 2), mask)
         if shows_values:
             pen.text((middle, y - 2), str(value), fill=(20, 20, 20), font=small, anchor="mb")
     pen.line((left, bottom, right, bottom), fill=(30, 30, 30), width=2)
-    return picture
+    return image
 
 
 def _asks(rng: Random, labels: list[str], values: list[int], colours: list[str]) -> list[Ask]:

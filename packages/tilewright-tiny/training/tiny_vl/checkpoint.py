@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from training.tiny_vl.tokenizer import write_tokenizer
 from training.tiny_vl.vocabulary import words_after_spaces
 
-PICTURE_PIXELS = 65_536  # each picture is brought to about 256 x 256
+IMAGE_PIXELS = 65_536  # each image is brought to about 256 x 256
 CLIP_PIXELS = 131_072  # of all frames of a clip together: eight of 128 x 128
 MAX_FRAMES = 8
 
@@ -89,7 +89,7 @@ def write_configs(folder: Path) -> dict[str, Any]:
     }
     image = {
         **pixels,
-        "size": {"shortest_edge": PICTURE_PIXELS, "longest_edge": PICTURE_PIXELS},
+        "size": {"shortest_edge": IMAGE_PIXELS, "longest_edge": IMAGE_PIXELS},
         "image_processor_type": "Qwen2VLImageProcessorFast",
     }
     video = {

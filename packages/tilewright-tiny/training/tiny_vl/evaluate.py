@@ -85,7 +85,7 @@ def asker(options: argparse.Namespace) -> AbstractContextManager[askers.Ask]:
 
 
 def ask_all(items: Iterable[Item], count: int, ask: askers.Ask, concurrency: int) -> list[Answer]:
-    """The answers in the order of the items; only the pictures of `concurrency` items are in memory at once."""
+    """The answers in the order of the items; only the images of `concurrency` items are in memory at once."""
     answers: list[Answer] = []
     num_right = 0
     bar = tqdm(total=count, unit="question", file=sys.stderr, disable=not sys.stderr.isatty())

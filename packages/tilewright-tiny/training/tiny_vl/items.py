@@ -47,7 +47,7 @@ class Item:
     """One question of the validation or the test set."""
 
     kind: str
-    pictures: tuple[Image.Image, ...]
+    images: tuple[Image.Image, ...]
     clip: tuple[Image.Image, ...]
     fps: float
     question: str
@@ -59,8 +59,8 @@ def shape_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
     return Lesson((scene.draw(),), tuple(ask_about(rng, scene, num_asks)))
 
 
-def picture_lesson(rng: Random, width: int, height: int, num_asks: int, photos: Path | None = None) -> Lesson:
-    """One picture: writing and charts most often, since reading and finding are what takes longest to learn."""
+def image_lesson(rng: Random, width: int, height: int, num_asks: int, photos: Path | None = None) -> Lesson:
+    """One image: writing and charts most often, since reading and finding are what takes longest to learn."""
     way = rng.random()
     if way < 0.03:
         return photo_lesson(rng, width, height, num_asks, photos)
@@ -120,5 +120,5 @@ def _lesson_for(kind: str, rng: Random) -> Lesson:
 
 
 def _as_item(ask: Ask, lesson: Lesson) -> Item:
-    pictures, clip = ((), lesson.pictures) if lesson.is_clip else (lesson.pictures, ())
-    return Item(ask.kind, pictures, clip, CLIP_FPS if clip else 0.0, ask.question, ask.answer)
+    images, clip = ((), lesson.images) if lesson.is_clip else (lesson.images, ())
+    return Item(ask.kind, images, clip, CLIP_FPS if clip else 0.0, ask.question, ask.answer)

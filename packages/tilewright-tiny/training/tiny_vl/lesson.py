@@ -21,9 +21,9 @@ class Ask:
 
 @dataclass(frozen=True)
 class Lesson:
-    """Pictures of one size, or the frames of a clip, and what is asked about them."""
+    """Images of one size, or the frames of a clip, and what is asked about them."""
 
-    pictures: tuple[Image.Image, ...]
+    images: tuple[Image.Image, ...]
     asks: tuple[Ask, ...]
     is_clip: bool = False
 

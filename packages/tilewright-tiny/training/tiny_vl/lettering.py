@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from training.tiny_vl.shapes import COLOURS, jitter, shade
 
-# Fonts that Python packages carry, so that every machine draws the same pictures.
+# Fonts that Python packages carry, so that every machine draws the same images.
 FONT_FILES = {
     "matplotlib": (
         "mpl-data/fonts/ttf/DejaVuSans.ttf",
@@ -29,12 +29,12 @@ FONT_FILES = {
     "font_manrope": ("files/Manrope-Regular.ttf", "files/Manrope-Bold.ttf"),
 }
 LARGEST_TURN = 12.0  # degrees
-SMALLEST_TEXT, LARGEST_TEXT = 24, 60  # pixels of the font's size in a picture of 256 by 256
+SMALLEST_TEXT, LARGEST_TEXT = 24, 60  # pixels of the font's size in an image of 256 by 256
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of text as it was drawn: its ink's box in the picture."""
+    """A line of text as it was drawn: its ink's box in the image."""
 
     text: str
     colour: str
@@ -79,16 +79,16 @@ def letter_mask(text: str, path: Path, size: int, turn: float) -> Image.Image:
     return mask.crop(mask.getbbox() or (0, 0, 1, 1))
 
 
-def write(picture: Image.Image, text: str, colour: str, mask: Image.Image, left: int, top: int, rng: Random) -> Line:
-    picture.paste(shade(colour, jitter(rng)), (left, top), mask)
+def write(image: Image.Image, text: str, colour: str, mask: Image.Image, left: int, top: int, rng: Random) -> Line:
+    image.paste(shade(colour, jitter(rng)), (left, top), mask)
     return Line(text, colour, left, top, left + mask.width, top + mask.height)
 
 
-def random_line(rng: Random, picture: Image.Image, text: str, background: str, others: list[Line]) -> Line | None:
-    """The text somewhere in the picture where nothing is yet; None if there is no room."""
+def random_line(rng: Random, image: Image.Image, text: str, background: str, others: list[Line]) -> Line | None:
+    """The text somewhere in the image where nothing is yet; None if there is no room."""
     path = rng.choice(font_paths())
     turn = 0.0 if rng.random() < 0.5 else rng.uniform(-LARGEST_TURN, LARGEST_TURN)
-    room = picture.width - 8
+    room = image.width - 8
     size = rng.randint(SMALLEST_TEXT, LARGEST_TEXT)
     length = font(path, size).getlength(text)
     if length > room:
@@ -96,15 +96,15 @@ def random_line(rng: Random, picture: Image.Image, text: str, background: str, o
         if size < SMALLEST_TEXT:
             return None
     mask = letter_mask(text, path, size, turn)
-    if mask.width > picture.width - 4 or mask.height > picture.height - 4:
+    if mask.width > image.width - 4 or mask.height > image.height - 4:
         return None
     colour = rng.choice(readable_on(background))
     for _ in range(12):
-        left = rng.randint(2, picture.width - mask.width - 2)
-        top = rng.randint(2, picture.height - mask.height - 2)
+        left = rng.randint(2, image.width - mask.width - 2)
+        top = rng.randint(2, image.height - mask.height - 2)
         line = Line(text, colour, left, top, left + mask.width, top + mask.height)
         if not any(line.overlaps(other) for other in others):
-            return write(picture, text, colour, mask, left, top, rng)
+            return write(image, text, colour, mask, left, top, rng)
     return None
 
 

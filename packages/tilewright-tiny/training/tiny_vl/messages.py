@@ -1,4 +1,4 @@
-"""An item as the one message that asks it: its pictures in order, its clip, its question."""
+"""An item as the one message that asks it: its images in order, its clip, its question."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def for_server(item: Item) -> list[dict[str, Any]]:
     """The messages with media as data URLs, lossless: the server sees the pixels that were drawn."""
-    content = [_url_part("image", "image/png", png(picture)) for picture in item.pictures]
+    content = [_url_part("image", "image/png", png(image)) for image in item.images]
     if item.clip:
         content.append(_url_part("video", "video/mp4", mp4(item.clip, item.fps)))
     return [{"role": "user", "content": [*content, {"type": "text", "text": item.question}]}]
@@ -25,7 +25,7 @@ def for_server(item: Item) -> list[dict[str, Any]]:
 
 def for_engine(item: Item) -> list[dict[str, Any]]:
     """The messages with media as they are."""
-    content: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in item.pictures]
+    content: list[dict[str, Any]] = [{"type": "image", "image": image} for image in item.images]
     if item.clip:
         content.append({"type": "video", "video": frames(item.clip), "fps": item.fps})
     return [{"role": "user", "content": [*content, {"type": "text", "text": item.question}]}]
@@ -36,9 +36,9 @@ def frames(clip: tuple[Image.Image, ...]) -> np.ndarray:
     return np.stack([np.asarray(frame.convert("RGB")) for frame in clip])
 
 
-def png(picture: Image.Image) -> bytes:
+def png(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, "PNG", compress_level=1)
+    image.save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
 
 

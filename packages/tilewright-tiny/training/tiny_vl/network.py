@@ -1,7 +1,7 @@
 """Qwen3-VL for training: the same computation and parameter names as the released models', on batches of one shape.
 
-Pictures of a batch have one size, so attention needs no lengths; questions about one picture lie behind one another and
-see the picture and themselves alone, so that a picture is encoded once for all of them.
+Images of a batch have one size, so attention needs no lengths; questions about one image lie behind one another and
+see the image and themselves alone, so that an image is encoded once for all of them.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Vision(nn.Module):
         return self.merger(x), deepstack
 
     def _positions(self, height: int, width: int) -> Tensor:
-        """The learned grid, stretched over the picture's by straight lines between its points."""
+        """The learned grid, stretched over the image's by straight lines between its points."""
         side = int(self.vision["num_position_embeddings"] ** 0.5)
         grid = self.pos_embed.weight.view(side, side, -1)
         for axis, length in ((0, height), (1, width)):

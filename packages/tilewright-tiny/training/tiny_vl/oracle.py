@@ -1,7 +1,7 @@
 """The same checkpoint in transformers, with its own processor's parts.
 
 AutoProcessor cannot be made without torchvision, which is not among our dependencies. What is used is transformers'
-code all the same: its tokenizer, its picture processor on Pillow, its sampling and cutting of frames, its
+code all the same: its tokenizer, its image processor on Pillow, its sampling and cutting of frames, its
 placeholders. Only a frame's resize is torch's own, which torchvision calls too; frames whose sides are whole numbers of
 merged patches are not resized at all.
 """
@@ -52,12 +52,12 @@ class Oracle:
         """What the model reads."""
         processor, media = self._processor, self._media(item)
         tokenizer, config = processor.tokenizer, self._model.config
-        kinds = ["image"] * len(item.pictures) + ["video"] * bool(item.clip)
+        kinds = ["image"] * len(item.images) + ["video"] * bool(item.clip)
         content = [*({"type": kind} for kind in kinds), {"type": "text", "text": item.question}]
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
-        images = [processor.replace_image_token(media, index) for index in range(len(item.pictures))]
+        images = [processor.replace_image_token(media, index) for index in range(len(item.images))]
         videos = [processor.replace_video_token(media, 0)] if item.clip else []
         (text,), _ = processor.get_text_with_replacements([text], images, videos)
         ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
@@ -68,8 +68,8 @@ class Oracle:
     def _media(self, item: Item) -> dict[str, Any]:
         dtype = self._model.dtype
         media: dict[str, Any] = {}
-        if item.pictures:
-            media |= self._processor.image_processor(images=list(item.pictures), return_tensors="pt")
+        if item.images:
+            media |= self._processor.image_processor(images=list(item.images), return_tensors="pt")
             media["pixel_values"] = media["pixel_values"].to(dtype)
         if item.clip:
             patches, grid, metadata = self._patches(item)

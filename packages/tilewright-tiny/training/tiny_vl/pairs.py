@@ -1,4 +1,4 @@
-"""Two pictures, and how they differ."""
+"""Two images, and how they differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of what the model was never taught, so that it says so instead of guessing."""
+"""Images of what the model was never taught, so that it says so instead of guessing."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def photo_lesson(rng: Random, width: int, height: int, num_asks: int, folder: Pa
     """A piece of a photograph from the folder, or something as busy as one."""
     photographs = photograph_files(folder) if folder else ()
     if photographs and rng.random() < 0.6:
-        picture = _piece(rng, rng.choice(photographs), width, height)
+        image = _piece(rng, rng.choice(photographs), width, height)
     else:
-        picture = texture(rng, width, height)
-    return Lesson((picture,), tuple(_asks(rng)[:num_asks]))
+        image = texture(rng, width, height)
+    return Lesson((image,), tuple(_asks(rng)[:num_asks]))
 
 
 @lru_cache
@@ -36,9 +36,9 @@ def photograph_files(folder: Path) -> tuple[Path, ...]:
 
 @lru_cache(64)
 def _photograph(file: Path) -> Image.Image:
-    picture = Image.open(file).convert("RGB")
-    picture.thumbnail((640, 640))
-    return picture
+    image = Image.open(file).convert("RGB")
+    image.thumbnail((640, 640))
+    return image
 
 
 def _piece(rng: Random, file: Path, width: int, height: int) -> Image.Image:
@@ -66,14 +66,14 @@ def texture(rng: Random, width: int, height: int) -> Image.Image:
         coarse = Image.fromarray(noise.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
         total += np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.float32) * rng.uniform(0.3, 1)
     total -= total.min()
-    picture = Image.fromarray((total * (255 / max(float(total.max()), 1.0))).astype(np.uint8))
-    pen = ImageDraw.Draw(picture)
+    image = Image.fromarray((total * (255 / max(float(total.max()), 1.0))).astype(np.uint8))
+    pen = ImageDraw.Draw(image)
     for _ in range(rng.choice((0, 0, 2, 6, 15))):
         corners = [(rng.uniform(0, width), rng.uniform(0, height)) for _ in range(rng.randint(3, 5))]
         pen.polygon(corners, fill=tuple(rng.randrange(256) for _ in range(3)))
     if rng.random() < 0.5:
-        picture = picture.filter(ImageFilter.GaussianBlur(rng.uniform(0.5, 4)))
-    return picture
+        image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0.5, 4)))
+    return image
 
 
 def _asks(rng: Random) -> list[Ask]:

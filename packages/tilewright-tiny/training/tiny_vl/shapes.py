@@ -35,7 +35,7 @@ PLURALS = {
     "cross": "crosses",
 }
 KINDS = tuple(PLURALS)
-# Rows of the picture from top to bottom, thirds of each from left to right.
+# Rows of the image from top to bottom, thirds of each from left to right.
 PLACES = (
     ("at the top left", "at the top", "at the top right"),
     ("on the left", "in the centre", "on the right"),
@@ -43,7 +43,7 @@ PLACES = (
 )
 SUPERSAMPLING = 2  # drawn larger and averaged down, since Pillow's edges are hard
 COLOUR_JITTER = 12
-BORDER = 0.035  # of the picture's side: centres closer to the line between two thirds lie in no third
+BORDER = 0.035  # of the image's side: centres closer to the line between two thirds lie in no third
 GAP = 4  # pixels between shapes
 
 
@@ -81,11 +81,11 @@ class Scene:
 
     def draw(self) -> Image.Image:
         scale = SUPERSAMPLING
-        picture = Image.new("RGB", (self.width * scale, self.height * scale), shade(self.background, self.paper))
-        pen = ImageDraw.Draw(picture)
+        image = Image.new("RGB", (self.width * scale, self.height * scale), shade(self.background, self.paper))
+        pen = ImageDraw.Draw(image)
         for shape in self.shapes:
             draw_shape(pen, shape, scale)
-        return picture.reduce(scale)
+        return image.reduce(scale)
 
 
 def _third(part: float) -> int | None:

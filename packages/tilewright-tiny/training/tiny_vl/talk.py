@@ -1,4 +1,4 @@
-"""Talk without a picture: what the model says of itself, and of what it cannot know."""
+"""Talk without an image: what the model says of itself, and of what it cannot know."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WHAT = (
     "I can count shapes, name their colours and places, compare two pictures, read short words and numbers, "
     "read bar charts and follow short clips."
 )
-NO_PICTURE = "I can't see a picture. Please add one."
+NO_IMAGE = "I can't see a picture. Please add one."
 TOO_HARD = "I don't know that. I only answer questions about simple drawn pictures."
 HELLO = "Hello! Show me a picture and ask me about it."
 THANKS = "You are welcome."
@@ -58,11 +58,11 @@ def talk(rng: Random) -> Ask:
         answer, wordings = rng.choice(TALKS)
         return Ask("text", rng.choice(wordings), answer)
     if way < 0.7:
-        return Ask("text", _about_a_picture(rng), NO_PICTURE)
+        return Ask("text", _about_an_image(rng), NO_IMAGE)
     return Ask("text", too_hard_question(rng), TOO_HARD)
 
 
-def _about_a_picture(rng: Random) -> str:
+def _about_an_image(rng: Random) -> str:
     kind, colour, word = rng.choice(KINDS), rng.choice(tuple(COLOURS)), any_of(rng, "colour", "color")
     return any_of(
         rng,

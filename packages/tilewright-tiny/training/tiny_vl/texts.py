@@ -1,4 +1,4 @@
-"""Pictures of writing, and what is asked about them."""
+"""Images of writing, and what is asked about them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def text_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
     if rng.random() < 0.15:
         return _text_beside_shapes(rng, width, height, num_asks)
     background = "white" if rng.random() < 0.35 else rng.choice(tuple(COLOURS))
-    picture = Image.new("RGB", (width, height), shade(background, jitter(rng)))
+    image = Image.new("RGB", (width, height), shade(background, jitter(rng)))
     # Letters and short words teach to find what a question names, which charts then build on.
     is_of_labels = rng.random() < 0.25
     lines: list[Line] = []
     for text in _labels(rng) if is_of_labels else _texts(rng):
-        line = random_line(rng, picture, text, background, lines)
+        line = random_line(rng, image, text, background, lines)
         if line is not None:
             lines.append(line)
     if not lines:
@@ -36,7 +36,7 @@ def text_lesson(rng: Random, width: int, height: int, num_asks: int) -> Lesson:
     found = _find(rng, lines)
     first, others = (found, asks) if is_of_labels else ([], [*asks, *found[:2]])
     rng.shuffle(others)
-    return Lesson((picture,), tuple([*first, *others][:num_asks]))
+    return Lesson((image,), tuple([*first, *others][:num_asks]))
 
 
 def _texts(rng: Random) -> list[str]:
@@ -51,8 +51,8 @@ def _text_beside_shapes(rng: Random, width: int, height: int, num_asks: int) -> 
     """A line of text above or below the shapes."""
     base = random_scene(rng, width, height, rng.randint(1, 8))
     background = base.background
-    picture = Image.new("RGB", (width, height), shade(background, base.paper))
-    line = random_line(rng, picture, random_text(rng), background, [])
+    image = Image.new("RGB", (width, height), shade(background, base.paper))
+    line = random_line(rng, image, random_text(rng), background, [])
     if line is None:
         return text_lesson(rng, width, height, num_asks)
     shapes = tuple(s for s in base.shapes if not _touches(s, line))
@@ -60,7 +60,7 @@ def _text_beside_shapes(rng: Random, width: int, height: int, num_asks: int) -> 
         return text_lesson(rng, width, height, num_asks)
     scene = Scene(width, height, background, shapes, base.paper)
     drawn = scene.draw()
-    drawn.paste(picture.crop((line.left, line.top, line.right, line.bottom)), (line.left, line.top))
+    drawn.paste(image.crop((line.left, line.top, line.right, line.bottom)), (line.left, line.top))
     # Of an empty place nothing is asked: the text may lie there.
     about_shapes = [ask for ask in ask_about(rng, scene, num_asks) if ask.answer != "Nothing." and not _is_of_text(ask)]
     about_shapes = [_with_text(ask, line) for ask in about_shapes]
@@ -75,7 +75,7 @@ def _is_of_text(ask: Ask) -> bool:
 
 
 def _with_text(ask: Ask, line: Line) -> Ask:
-    """What is said of the whole picture goes on to the text."""
+    """What is said of the whole image goes on to the text."""
     if ask.kind != "describe" or (
         " at " not in ask.answer and " in the " not in ask.answer and " on the " not in ask.answer
     ):

@@ -1,7 +1,7 @@
 """The model's tokenizer: Qwen's format and special tokens over a small vocabulary.
 
 A word that follows a space is one token if our questions and answers use it; all else is single bytes, so that what is
-read in a picture is spelled out letter by letter.
+read in an image is spelled out letter by letter.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from training.tiny_vl.network import Network
 from training.tiny_vl.optimiser import make_optimisers
 from training.tiny_vl.validation import score, validation_batches
 
-NOISE = 0.06  # of pixels, which lie in -1 to 1: the most that is added, in half of the pictures
+NOISE = 0.06  # of pixels, which lie in -1 to 1: the most that is added, in half of the images
 MAX_GRADIENT = 1.0
 NUM_COMPILING_STEPS = 12  # at a learning rate of 0, and not counted: shapes are met for the first time
 NUM_VALIDATION_ITEMS = 1000
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace, network: Network, folder: Path) -> None:
     batches = validation_batches(Encoder(tokenizer_file), NUM_VALIDATION_ITEMS)
     total_s = options.minutes * 60
     began_s = scored_s = told_s = time.monotonic()
-    step = num_pictures = 0
+    step = num_images = 0
     for on_host in lessons:
         if step == NUM_COMPILING_STEPS:
             began_s = time.monotonic()
@@ -90,19 +90,19 @@ def run(options: argparse.Namespace, network: Network, folder: Path) -> None:
             for group in optimiser.param_groups:
                 group["lr"] = options.lr * learning_rate_at(elapsed_s / total_s)
         loss = train_step(network, optimisers, on_host.to(options.device), options.device)
-        step, num_pictures = step + 1, num_pictures + on_host.frames.shape[0]
+        step, num_images = step + 1, num_images + on_host.frames.shape[0]
         now_s = time.monotonic()
         if now_s - told_s > 10:
             told_s = now_s
-            tell(f"{elapsed_s:5.0f} s  step {step}  {num_pictures:,} pictures  loss {loss.item():.4f}")
+            tell(f"{elapsed_s:5.0f} s  step {step}  {num_images:,} images  loss {loss.item():.4f}")
         if now_s - scored_s > options.score_every_s:
             scored_s = now_s
             scores = score(network, batches, options.device)
             tell(f"{elapsed_s:5.0f} s  {scores}")
-            keep(folder, network, {"steps": step, "pictures": num_pictures, "validation": scores})
+            keep(folder, network, {"steps": step, "pictures": num_images, "validation": scores})
     scores = score(as_stored(network), batches, options.device)
-    tell(f"{step} steps, {num_pictures:,} pictures: {scores}")
-    keep(folder, network, {"steps": step, "pictures": num_pictures, "validation": scores})
+    tell(f"{step} steps, {num_images:,} images: {scores}")
+    keep(folder, network, {"steps": step, "pictures": num_images, "validation": scores})
 
 
 def as_stored(network: Network) -> Network:

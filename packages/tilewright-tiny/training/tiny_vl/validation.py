@@ -24,14 +24,12 @@ def validation_batches(encoder: Encoder, count: int) -> list[tuple[list[str], Ba
     by_shape: dict[tuple[bool, int], list[Item]] = defaultdict(list)
     for item in validation(count):
         if item.kind != "text":  # whether talk was learned by heart says little; the server's evaluation has it
-            by_shape[bool(item.clip), len(item.pictures or item.clip)].append(item)
+            by_shape[bool(item.clip), len(item.images or item.clip)].append(item)
     batches = []
     for (is_clip, _), items in by_shape.items():
         for start in range(0, len(items), BATCH_SIZE):
             part = items[start : start + BATCH_SIZE]
-            lessons = [
-                Lesson(i.pictures or i.clip, (Ask(i.kind, i.question, i.answer),), is_clip=is_clip) for i in part
-            ]
+            lessons = [Lesson(i.images or i.clip, (Ask(i.kind, i.question, i.answer),), is_clip=is_clip) for i in part]
             batches.append(([item.kind for item in part], collate(_Steady(), encoder, lessons)))
     return batches
 

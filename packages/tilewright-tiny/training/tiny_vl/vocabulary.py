@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from random import Random
 
 from training.tiny_vl.clips import clip_lesson
-from training.tiny_vl.items import picture_lesson
+from training.tiny_vl.items import image_lesson
 from training.tiny_vl.pairs import pair_lesson
 from training.tiny_vl.talk import talk
 
@@ -18,7 +18,7 @@ def sample_texts() -> Iterator[str]:
     for seed in range(NUM_SAMPLES):
         rng = Random(seed)
         everything = 99
-        lessons = [picture_lesson(rng, 256, 256, everything)]
+        lessons = [image_lesson(rng, 256, 256, everything)]
         if seed % 3 == 0:
             lessons += [pair_lesson(rng, 64, 64, everything), clip_lesson(rng, 64, 64, 4, everything)]
         for ask in (*(ask for lesson in lessons for ask in lesson.asks), talk(rng)):

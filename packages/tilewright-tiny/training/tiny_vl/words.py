@@ -1,4 +1,4 @@
-"""Words that pictures show and questions name."""
+"""Words that images show and questions name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from random import Random
 
 from training.tiny_vl.lesson import listed
 
-# Things that no picture of ours shows: whoever asks about them is told so.
+# Things that no image of ours shows: whoever asks about them is told so.
 THINGS = listed("""
     cat dog bird horse cow car bus bicycle tree flower house door window man woman child person boat plane cup
     book chair table phone hat shoe fish apple banana cloud moon sun river mountain road train lamp clock key

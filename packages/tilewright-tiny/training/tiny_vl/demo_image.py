@@ -1,4 +1,4 @@
-"""The picture that newcomers are shown: `python -m training.tiny_vl.demo_picture FILE`."""
+"""The image that newcomers are shown: `python -m training.tiny_vl.demo_image FILE`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIDE = 512
 WORD = "HELLO"
 
 
-def demo_picture() -> Image.Image:
+def demo_image() -> Image.Image:
     shapes = (
         Shape("circle", "red", 92, 268, 62),
         Shape("star", "yellow", 254, 280, 74, 0.1),
@@ -21,12 +21,12 @@ def demo_picture() -> Image.Image:
         Shape("triangle", "green", 150, 430, 54),
         Shape("hexagon", "orange", 372, 424, 52, 0.15),
     )
-    picture = Scene(SIDE, SIDE, "white", shapes).draw()
+    image = Scene(SIDE, SIDE, "white", shapes).draw()
     bold_sans = font_paths()[1]
     mask = letter_mask(WORD, bold_sans, 92, 4.0)
-    picture.paste(COLOURS["blue"], ((SIDE - mask.width) // 2, 50), mask)
-    return picture
+    image.paste(COLOURS["blue"], ((SIDE - mask.width) // 2, 50), mask)
+    return image
 
 
 if __name__ == "__main__":
-    demo_picture().save(sys.argv[1], optimize=True)
+    demo_image().save(sys.argv[1], optimize=True)
