@@ -1,4 +1,4 @@
-"""The pictures of the page in docs/images, of the embedded model: python tests/server/page_screenshots.py"""
+"""The images of the page in docs/images, of the embedded model: python tests/server/page_screenshots.py"""
 
 import os
 import sys
@@ -34,7 +34,7 @@ def main() -> None:
 def take(context, url: str, file: Path) -> None:
     page = context.new_page()
     page.goto(url)
-    for card in (2, 1, 0):  # the first, which shows a picture, last
+    for card in (2, 1, 0):  # the first, which shows an image, last
         page.keyboard.press("Control+Shift+O")
         page.locator(".welcome .card").nth(card).click()
         page.locator(".answer").wait_for()

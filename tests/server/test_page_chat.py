@@ -85,11 +85,11 @@ def test_answering_again_and_editing(scripted, visits):
 
 
 @pytest.mark.parametrize("way", ["drop", "paste", "file"])
-def test_a_picture_is_answered(vision_server, visits, way):
+def test_an_image_is_answered(vision_server, visits, way):
     page = visits.open(vision_server.url)
     if way == "file":
         with page.expect_file_chooser() as chosen:
-            page.get_by_role("button", name="Add pictures and video").click()
+            page.get_by_role("button", name="Add images and video").click()
         chosen.value.set_files([{"name": "photo.png", "mimeType": "image/png", "buffer": png()}])
     else:
         hand_over(page, way, png())
@@ -101,18 +101,18 @@ def test_a_picture_is_answered(vision_server, visits, way):
     wait_until_done(page)
     assert answers(page).locator(".error").is_hidden() and "4 tokens" in answers(page).locator(".figures").inner_text()
     assert page.locator(".question .preview img").evaluate("image => image.naturalWidth") == 64
-    picture, text = body["messages"][0]["content"]
-    assert picture["type"] == "image_url" and text == {"type": "text", "text": "What is it?"}
-    assert base64.b64decode(picture["image_url"]["url"].removeprefix("data:image/png;base64,")) == png()
+    image, text = body["messages"][0]["content"]
+    assert image["type"] == "image_url" and text == {"type": "text", "text": "What is it?"}
+    assert base64.b64decode(image["image_url"]["url"].removeprefix("data:image/png;base64,")) == png()
 
 
-def test_the_sample_picture_and_removing_one(vision_server, visits):
+def test_the_sample_image_and_removing_one(vision_server, visits):
     page = visits.open(vision_server.url)
     page.evaluate("localStorage.setItem('tilewright-settings', JSON.stringify({ max_tokens: '2' }))")
     hand_over(page, "drop", png())
     page.get_by_role("button", name="Remove photo.png").click()
     assert page.locator(".tray").is_hidden()
-    page.get_by_role("button", name="Try a sample picture").click()
+    page.get_by_role("button", name="Try a sample image").click()
     wait_until_done(page)
     assert page.locator(".question .preview img").count() == 1
 
@@ -148,22 +148,22 @@ def test_a_video_is_answered(vision_server, visits, tmp_path):
 def test_the_camera(scripted, visits):
     running, backend = scripted(accepts=("image",))
     page = visits.open(running.url, permissions=["camera"])
-    page.get_by_role("button", name="Take a picture").click()
-    page.get_by_role("button", name="Take picture").click()
+    page.get_by_role("button", name="Take a photo").click()
+    page.get_by_role("button", name="Take photo").click()
     page.locator(".tray img").wait_for()
     send(page, "Who is it?")
     wait_until_done(page)
-    picture = backend.requests[0].messages[0]["content"][0]["image"]
-    assert Image.open(io.BytesIO(picture)).format == "JPEG"
+    image = backend.requests[0].messages[0]["content"][0]["image"]
+    assert Image.open(io.BytesIO(image)).format == "JPEG"
 
 
 def test_a_camera_that_is_refused(scripted, visits):
     running, _ = scripted(accepts=("image",))
     refuse = "navigator.mediaDevices.getUserMedia = () => Promise.reject(new DOMException('', 'NotAllowedError'))"
     page = visits.open(running.url, scripts=[refuse])
-    page.get_by_role("button", name="Take a picture").click()
+    page.get_by_role("button", name="Take a photo").click()
     page.get_by_text("The camera was refused.").wait_for()
-    assert page.get_by_role("button", name="Take picture").is_disabled()
+    assert page.get_by_role("button", name="Take photo").is_disabled()
     page.get_by_role("button", name="Cancel").click()
 
 
@@ -180,10 +180,10 @@ def test_files_that_are_neither_are_refused(scripted, visits):
     running, _ = scripted(accepts=("image", "video"))
     page = visits.open(running.url)
     hand_over(page, "paste", b"%PDF", "paper.pdf", "application/pdf")
-    page.get_by_text("paper.pdf cannot be sent: it is neither a picture, a video nor a sound.").wait_for()
+    page.get_by_text("paper.pdf cannot be sent: it is neither an image, a video nor a sound.").wait_for()
 
 
-def test_text_with_a_picture_of_it_is_pasted_as_text(scripted, visits):
+def test_text_with_an_image_of_it_is_pasted_as_text(scripted, visits):
     running, _ = scripted(accepts=("image",))
     page = visits.open(running.url)
     prevented = page.evaluate(
@@ -201,11 +201,11 @@ def test_text_with_a_picture_of_it_is_pasted_as_text(scripted, visits):
 def test_a_file_that_the_browser_cannot_show_is_named_and_sent(scripted, visits):
     running, backend = scripted(accepts=("image",))
     page = visits.open(running.url)
-    hand_over(page, "drop", b"II*\0 a picture of another kind", "scan.tiff", "image/tiff")
+    hand_over(page, "drop", b"II*\0 an image of another kind", "scan.tiff", "image/tiff")
     page.locator(".tray .named").get_by_text("scan.tiff").wait_for()
     send(page, "Read it")
     wait_until_done(page)
-    assert backend.requests[0].messages[0]["content"][0]["image"] == b"II*\0 a picture of another kind"
+    assert backend.requests[0].messages[0]["content"][0]["image"] == b"II*\0 an image of another kind"
 
 
 def test_answers_and_code_are_copied_as_they_were_written(scripted, visits):
@@ -236,7 +236,7 @@ def test_another_tab_sees_what_changed(scripted, visits):
     assert first.title() == "From the first · Tilewright"
 
 
-def test_a_picture_over_the_limit_is_sent_smaller_with_a_note(scripted, visits):
+def test_an_image_over_the_limit_is_sent_smaller_with_a_note(scripted, visits):
     limits = MediaLimits(max_pixels=100 * 100, allow_paths=False)
     running, backend = scripted(settings=ServerSettings(media=MediaPolicy(limits)), accepts=("image",))
     page = visits.open(running.url)
@@ -244,8 +244,8 @@ def test_a_picture_over_the_limit_is_sent_smaller_with_a_note(scripted, visits):
     page.get_by_text("photo.png was over this server's limit and is sent smaller: 141 × 70").wait_for()
     send(page, "Small?")
     wait_until_done(page)
-    picture = backend.requests[0].messages[0]["content"][0]["image"]
-    assert Image.open(io.BytesIO(picture)).size == (141, 70)
+    image = backend.requests[0].messages[0]["content"][0]["image"]
+    assert Image.open(io.BytesIO(image)).size == (141, 70)
 
 
 def test_a_reload_keeps_conversations_files_and_drafts(scripted, visits):
@@ -270,7 +270,7 @@ def test_a_reload_keeps_conversations_files_and_drafts(scripted, visits):
     assert page.locator(".conversations .title").all_inner_texts() == ["Keep this"]
     page.locator("#question").press("Enter")
     wait_until_done(page, 2)
-    assert len(backend.requests[1].messages) == 3  # the picture is read again from what the browser keeps
+    assert len(backend.requests[1].messages) == 3  # the image is read again from what the browser keeps
     assert backend.requests[1].messages[0]["content"][0]["type"] == "image"
 
 

@@ -54,7 +54,7 @@ def render(page, text):
 
 
 LINK = 'target="_blank" rel="noopener noreferrer"'
-PICTURE = '<svg class="icon" aria-hidden="true"><use href="#icon-picture"></use></svg>'
+IMAGE = '<svg class="icon" aria-hidden="true"><use href="#icon-image"></use></svg>'
 MANY = 20_000
 
 
@@ -89,7 +89,7 @@ MANY = 20_000
          f'<p>(<a href="https://en.wiki.org/a_(b)" {LINK}>https://en.wiki.org/a_(b)</a>)</p>'),
         ("[a] [b](c", "<p>[a] [b](c</p>"),
         ("[a ![b **c** [d]](https://e.f)](https://g.h)",
-         f'<p><a href="https://g.h/" {LINK}>a <a href="https://e.f/" {LINK}>{PICTURE} b c [d]</a></a></p>'),
+         f'<p><a href="https://g.h/" {LINK}>a <a href="https://e.f/" {LINK}>{IMAGE} b c [d]</a></a></p>'),
         ("\\*no\\* &lt;b&gt; &#65; &copy; &nothing;", "<p>*no* &lt;b&gt; A © &amp;nothing;</p>"),
     ],
 )  # fmt: skip

@@ -13,8 +13,8 @@ from tilewright.server.link.backend import Failed
 from tilewright.types import ContextLengthExceeded, EngineUnavailable
 
 REFUSED = "Failed to load resource"
-# Pictures are read when the test says so.
-SLOW_PICTURES = """
+# Images are read when the test says so.
+SLOW_IMAGES = """
   const read = createImageBitmap;
   const isOpen = new Promise((resolve) => (window.openGate = resolve));
   window.createImageBitmap = async (file) => {
@@ -106,7 +106,7 @@ def test_one_editor_that_closes_when_another_question_is_sent(held, visits):
 def test_the_sample_is_sent_once_and_where_it_was_clicked(held, visits):
     running, backend = held(accepts=("image",))
     page = visits.open(running.url)
-    page.get_by_role("button", name="Try a sample picture").dblclick()
+    page.get_by_role("button", name="Try a sample image").dblclick()
     first_piece_came(page)
     backend.release()
     wait_until_done(page)
@@ -114,7 +114,7 @@ def test_the_sample_is_sent_once_and_where_it_was_clicked(held, visits):
     page.locator(".welcome .sample img").wait_for()
     waiting = []
     page.route("**/page/sample.png", lambda route: waiting.append(route))
-    page.get_by_role("button", name="Try a sample picture").click()
+    page.get_by_role("button", name="Try a sample image").click()
     assert page.locator(".card:enabled").count() == 0
     page.locator(".conversations .title").click()
     until(page, "document.querySelector('.bubble')")
@@ -124,9 +124,9 @@ def test_the_sample_is_sent_once_and_where_it_was_clicked(held, visits):
     assert len(kept(page, "files")) == 1
 
 
-def test_a_question_waits_for_its_picture(scripted, visits):
+def test_a_question_waits_for_its_image(scripted, visits):
     running, backend = scripted(accepts=("image",))
-    page = visits.open(running.url, scripts=[SLOW_PICTURES])
+    page = visits.open(running.url, scripts=[SLOW_IMAGES])
     hand_over(page, "drop", png())
     page.locator(".tray").get_by_text("Reading photo.png…").wait_for()
     send(page, "What is it?")
@@ -141,9 +141,9 @@ def test_a_question_waits_for_its_picture(scripted, visits):
     assert backend.requests[1].messages[-1]["content"] == "And now?"
 
 
-def test_a_picture_stays_with_the_question_it_was_added_to(scripted, visits):
+def test_an_image_stays_with_the_question_it_was_added_to(scripted, visits):
     running, _ = scripted(accepts=("image",))
-    page = visits.open(running.url, scripts=[SLOW_PICTURES])
+    page = visits.open(running.url, scripts=[SLOW_IMAGES])
     send(page, "First")
     wait_until_done(page)
     hand_over(page, "drop", png())
@@ -289,7 +289,7 @@ def test_a_refused_file_does_not_end_the_conversation(vision_server, visits):
     page.evaluate("localStorage.setItem('tilewright-settings', JSON.stringify({ max_tokens: '2' }))")
     bodies = posted(page)
     hand_over(page, "drop", png(), "good.png")
-    hand_over(page, "drop", b"no picture", "broken.png")
+    hand_over(page, "drop", b"no image", "broken.png")
     until(page, "document.querySelectorAll('.tray .preview:not(.unread)').length === 2")
     send(page, "What is it?")
     wait_until_done(page)

@@ -49,7 +49,7 @@ export class Api {
     if (!response.ok) throw await apiError(response);
   }
 
-  // Yields the events of a picture while it is made.
+  // Yields the events of an image while it is made.
   async *drawing(body, signal) {
     const response = await this.post("v1/images/generations", body, signal);
     let isComplete = false;

@@ -1,4 +1,4 @@
-// The page: connects its parts, and tracks the open pane (a conversation or pictures) and the model.
+// The page: connects its parts, and tracks the open pane (a conversation or images) and the model.
 
 import { Api, ApiError, Unreachable, keyProblem } from "./api.js";
 import { kindsOf } from "./attachments.js";
@@ -14,7 +14,7 @@ import { lastingValues } from "./small_values.js";
 import { Store, storageProblem } from "./store.js";
 
 const MODEL = "tilewright-model"; // the model chosen last
-const PICTURES = "?pictures"; // address of the pictures pane
+const IMAGES = "?pictures"; // address of the images pane
 
 class App {
   constructor(store) {
@@ -30,22 +30,22 @@ class App {
     this.sidebar = new Sidebar({
       open: (id) => this.open(id),
       create: () => this.create(),
-      draw: () => this.showPictures(),
+      draw: () => this.showImages(),
       rename: (id, title) => this.rename(id, title),
       remove: (id) => this.remove(id),
       removeAll: () => this.removeAll(),
       changeKey: () => this.changeKey(),
     });
     this.pane = new PANES.chat(this);
-    this.pictures = new PANES.pictures(this);
-    this.pictures.node.hidden = true;
-    byId("pane").append(this.pane.node); // the pictures pane is added when a model makes pictures
+    this.images = new PANES.images(this);
+    this.images.node.hidden = true;
+    byId("pane").append(this.pane.node); // the images pane is added when a model makes images
     const settings = () => openSettings(() => this.showSettings());
     byId("settings").addEventListener("click", settings);
     listenForKeys({
       newConversation: () => this.create(),
       stop: () => this.shown.stop(),
-      focusQuestion: () => (this.shown === this.pane ? this.pane.composer.text : this.pictures.prompt).focus(),
+      focusQuestion: () => (this.shown === this.pane ? this.pane.composer.text : this.images.prompt).focus(),
       settings,
     });
     addEventListener("popstate", () => this.urlChanged());
@@ -100,9 +100,9 @@ class App {
     if (talkers.some(({ id }) => id === chosen)) this.modelChoice.value = chosen;
     this.modelChoice.disabled = talkers.length < 2;
     this.pane.modelChanged();
-    this.pictures.modelChanged();
-    if (!talkers.length && this.pictureModel()) this.show(null);
-    else if (!this.pictureModel() && this.shown === this.pictures) this.create();
+    this.images.modelChanged();
+    if (!talkers.length && this.imageModel()) this.show(null);
+    else if (!this.imageModel() && this.shown === this.images) this.create();
     else this.showPane();
   }
 
@@ -111,8 +111,8 @@ class App {
     return this.models.filter((model) => model.output_modalities?.includes("text") ?? true);
   }
 
-  // Returns the model that makes pictures; null if there is none.
-  pictureModel() {
+  // Returns the model that makes images; null if there is none.
+  imageModel() {
     return this.models.find((model) => model.output_modalities?.includes("image")) ?? null;
   }
 
@@ -120,38 +120,38 @@ class App {
     return kindsOf(this.model()).includes("image");
   }
 
-  // Puts a picture into a new question.
+  // Puts an image into a new question.
   askAbout(blob, name) {
     this.create();
     this.pane.composer.add([new File([blob], name, { type: blob.type })]);
   }
 
-  // Called after a picture is made or fails: from the first one on, the server knows the model's limits.
-  pictureMade() {
-    if (this.pictureModel() && !this.pictureModel().limits) this.loadModels();
+  // Called after an image is made or fails: from the first one on, the server knows the model's limits.
+  imageMade() {
+    if (this.imageModel() && !this.imageModel().limits) this.loadModels();
   }
 
   // The pane that is shown.
   get shown() {
-    return this.pictures.node.hidden ? this.pane : this.pictures;
+    return this.images.node.hidden ? this.pane : this.images;
   }
 
-  showPictures() {
+  showImages() {
     this.show(null);
-    if (location.search !== PICTURES) history.pushState(null, "", PICTURES);
+    if (location.search !== IMAGES) history.pushState(null, "", IMAGES);
   }
 
   showPane(pane = this.shown) {
     const isChat = pane === this.pane;
-    const isNeeded = !isChat || this.pictureModel();
-    if (isNeeded && !this.pictures.node.isConnected) byId("pane").append(this.pictures.node);
+    const isNeeded = !isChat || this.imageModel();
+    if (isNeeded && !this.images.node.isConnected) byId("pane").append(this.images.node);
     this.pane.node.hidden = !isChat;
-    this.pictures.node.hidden = isChat;
+    this.images.node.hidden = isChat;
     this.modelChoice.hidden = byId("settings").hidden = !isChat;
     this.sidebar.showPanes({
       canChat: this.talkers().length > 0 || !this.models.length,
-      canDraw: Boolean(this.pictureModel()),
-      current: isChat ? "chat" : "pictures",
+      canDraw: Boolean(this.imageModel()),
+      current: isChat ? "chat" : "images",
     });
   }
 
@@ -190,8 +190,8 @@ class App {
 
   showTitle() {
     const { conversation } = this.pane;
-    if (this.shown === this.pictures) {
-      document.title = "Pictures · Tilewright";
+    if (this.shown === this.images) {
+      document.title = "Images · Tilewright";
       return;
     }
     if (conversation.isComing) return; // it has none yet
@@ -218,11 +218,11 @@ class App {
   async urlChanged() {
     const { conversation } = this.pane;
     const isThere = idOfUrl() === (hasBegun(conversation) ? conversation.id : null);
-    if (!isThere || isPicturesUrl() !== (this.shown === this.pictures)) await this.openFromUrl();
+    if (!isThere || isImagesUrl() !== (this.shown === this.images)) await this.openFromUrl();
   }
 
   async openFromUrl() {
-    if (isPicturesUrl()) {
+    if (isImagesUrl()) {
       this.show(null);
       return;
     }
@@ -244,13 +244,13 @@ class App {
     this.show(newConversation());
   }
 
-  // Shows a conversation, or the pictures if there is none. Synchronous: the user may write, send or navigate before
+  // Shows a conversation, or the images if there is none. Synchronous: the user may write, send or navigate before
   // the browser has read anything.
   show(conversation) {
-    this.showPane(conversation ? this.pane : this.pictures);
+    this.showPane(conversation ? this.pane : this.images);
     if (!conversation) {
       this.listChanged();
-      this.pictures.focus();
+      this.images.focus();
       return;
     }
     this.pane.show(conversation);
@@ -301,14 +301,14 @@ class App {
   async removeAll() {
     this.pane.dropAll();
     await this.kept(() => this.store.forgetAll());
-    this.pictures.load();
+    this.images.load();
     this.create();
   }
 
   // Called when another tab changed or deleted one or all conversations. Its answers are shown here when complete.
   async changedElsewhere({ id, change }) {
-    if (change === "pictures" || (change === "deleted" && id === null)) this.pictures.load();
-    if (change === "pictures") return;
+    if (change === "images" || (change === "deleted" && id === null)) this.images.load();
+    if (change === "images") return;
     const { conversation, composer } = this.pane;
     const isOpen = id === conversation.id;
     if (change === "deleted") await this.gone(id);
@@ -342,8 +342,8 @@ function idOfUrl() {
   return new URLSearchParams(location.search).get("c");
 }
 
-function isPicturesUrl() {
-  return location.search === PICTURES;
+function isImagesUrl() {
+  return location.search === IMAGES;
 }
 
 async function askForKey(wasRefused) {

@@ -9,11 +9,11 @@ const NUM_SHRINKS = 6;
 // One row per kind: a kind of the server's input_modalities.
 export const KINDS = {
   image: {
-    noun: "pictures",
+    noun: "images",
     accept: "image/*",
     part: (url) => ({ type: "image_url", image_url: { url } }),
     preview: (url, name) => element("img", { src: url, alt: name, title: name }),
-    fit: fitPicture,
+    fit: fitImage,
   },
   video: {
     noun: "video",
@@ -46,7 +46,7 @@ export function kindsOf(model) {
   return Object.keys(KINDS).filter((kind) => model?.input_modalities?.includes(kind));
 }
 
-// Returns "pictures, video and sound", for example, or "" for a model that accepts text only.
+// Returns "images, video and sound", for example, or "" for a model that accepts text only.
 export function nounsOf(model) {
   const nouns = kindsOf(model).map((kind) => KINDS[kind].noun);
   return [nouns.slice(0, -1).join(", "), ...nouns.slice(-1)].filter(Boolean).join(" and ");
@@ -56,7 +56,7 @@ export function nounsOf(model) {
 export async function attach(file, model) {
   const kind = Object.keys(KINDS).find((one) => file.type.startsWith(`${one}/`));
   const name = file.name || (kind ? `${kind}.${file.type.split("/")[1]}` : "file");
-  if (!kind) throw new Refused(`${name} cannot be sent: it is neither a picture, a video nor a sound.`);
+  if (!kind) throw new Refused(`${name} cannot be sent: it is neither an image, a video nor a sound.`);
   if (!model) throw new Refused(`${name} cannot be added before the server has sent its model.`);
   if (!kindsOf(model).includes(kind)) {
     throw new Refused(
@@ -78,29 +78,29 @@ async function asItIs(file) {
   return { blob: file, note: null };
 }
 
-// Sends pictures unchanged, unless the server would refuse their size: then reduces them.
-async function fitPicture(file, name, limits) {
-  let picture;
+// Sends images unchanged, unless the server would refuse their size: then reduces them.
+async function fitImage(file, name, limits) {
+  let image;
   try {
-    picture = await createImageBitmap(file);
+    image = await createImageBitmap(file);
   } catch {
-    return { blob: file, note: null }; // this browser cannot read the picture, but the server may
+    return { blob: file, note: null }; // this browser cannot read the image, but the server may
   }
   try {
-    return await shrunk(picture, file, name, limits);
+    return await shrunk(image, file, name, limits);
   } finally {
-    picture.close(); // otherwise its pixels stay in memory until garbage collection: 100 MB for 25 million pixels
+    image.close(); // otherwise its pixels stay in memory until garbage collection: 100 MB for 25 million pixels
   }
 }
 
-async function shrunk(picture, file, name, limits) {
-  const { width, height } = picture;
+async function shrunk(image, file, name, limits) {
+  const { width, height } = image;
   const isTooLarge = file.size > limits.max_media_bytes || width * height > limits.max_pixels;
   if (!isTooLarge) return { blob: file, note: null };
   let scale = Math.min(1, Math.sqrt(limits.max_pixels / (width * height)));
   for (let attempt = 0; attempt < NUM_SHRINKS; attempt += 1, scale *= 0.7) {
     const blob = await drawn(
-      picture,
+      image,
       Math.max(1, Math.floor(width * scale)),
       Math.max(1, Math.floor(height * scale)),
       "image/jpeg",
@@ -116,7 +116,7 @@ async function shrunk(picture, file, name, limits) {
   return { blob: file, note: null };
 }
 
-// Returns a picture, or a frame of a video, at a given size as a Blob.
+// Returns an image, or a frame of a video, at a given size as a Blob.
 export function drawn(source, width, height, type) {
   const canvas = element("canvas");
   canvas.width = width;
@@ -127,7 +127,7 @@ export function drawn(source, width, height, type) {
   context.drawImage(source, 0, 0, width, height);
   return new Promise((resolve, reject) => {
     canvas.toBlob(
-      (blob) => (blob ? resolve(blob) : reject(new Refused("The picture is too large for this browser."))),
+      (blob) => (blob ? resolve(blob) : reject(new Refused("The image is too large for this browser."))),
       type,
       JPEG_QUALITY,
     );

@@ -1,12 +1,12 @@
-// Takes a picture with the camera.
+// Takes an image with the camera.
 
 import { drawn } from "./attachments.js";
 import { closeDevice, deviceProblem, openDevice } from "./devices.js";
 import { actions, button, openDialog } from "./dialogs.js";
 import { element } from "./dom.js";
 
-// Resolves to a File, or null if no picture was taken.
-export async function takePicture() {
+// Resolves to a File, or null if no image was taken.
+export async function takePhoto() {
   let stream = null;
   let isClosed = false;
   const file = await openDialog("Camera", (body, close) => {
@@ -20,7 +20,7 @@ export async function takePicture() {
     video.muted = true;
     const message = element("p", { role: "status" }, "Waiting for the camera…");
     const take = button(
-      "Take picture",
+      "Take photo",
       async () => {
         const blob = await drawn(video, video.videoWidth, video.videoHeight, "image/jpeg");
         close(new File([blob], "camera.jpg", { type: "image/jpeg" }));

@@ -1,7 +1,7 @@
 // The editor of a question: its text, its files, and the stored draft of both.
 
 import { KINDS, Refused, attach, kindsOf, nounsOf } from "./attachments.js";
-import { takePicture } from "./camera.js";
+import { takePhoto } from "./camera.js";
 import { element, icon, iconButton } from "./dom.js";
 import { recordSound } from "./microphone.js";
 import { previewNode, unreadNode } from "./previews.js";
@@ -37,8 +37,8 @@ export class Composer {
       "aria-label": "Files",
       tabindex: "-1",
     });
-    this.attachButton = iconButton("attach", "Add pictures or video", () => this.picker.click());
-    this.cameraButton = iconButton("camera", "Take a picture", () => this.useCamera());
+    this.attachButton = iconButton("attach", "Add images or video", () => this.picker.click());
+    this.cameraButton = iconButton("camera", "Take a photo", () => this.useCamera());
     this.microphoneButton = iconButton("microphone", "Record a sound", () => this.useMicrophone(), { hidden: true });
     this.voiceChoice = new VoiceChoice();
     this.sendButton = iconButton("send", "Send", () => (this.isBusy ? this.host.stop() : this.send()), {
@@ -79,7 +79,7 @@ export class Composer {
     });
     document.addEventListener("paste", (event) => {
       const { clipboardData } = event;
-      // Office programs add a picture of the text: paste the text.
+      // Office programs add an image of the text: paste the text.
       const isText = clipboardData?.types.includes("text/plain");
       if (!clipboardData?.files.length || isText || document.querySelector("dialog[open]") || this.isAway) return;
       event.preventDefault();
@@ -252,7 +252,7 @@ export class Composer {
   }
 
   async useCamera() {
-    const file = await takePicture();
+    const file = await takePhoto();
     if (file) await this.add([file]);
     this.text.focus();
   }

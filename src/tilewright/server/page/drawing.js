@@ -1,4 +1,4 @@
-// One picture being made: its place in the queue, its steps and previews as they arrive, and its end.
+// One image being made: its place in the queue, its steps and previews as they arrive, and its end.
 
 export class Drawing {
   // `onChange` is called whenever something has changed.
@@ -16,22 +16,22 @@ export class Drawing {
     this.controller.abort();
   }
 
-  // Resolves to the pictures, { blob, settings, timings } each; null if it was stopped, or failed with `error`.
+  // Resolves to the images, { blob, settings, timings } each; null if it was stopped, or failed with `error`.
   async run() {
-    const pictures = [];
+    const images = [];
     try {
       for await (const event of this.api.drawing(this.body, this.controller.signal)) {
-        this.see(event, pictures);
+        this.see(event, images);
         this.onChange();
       }
     } catch (error) {
       if (!this.controller.signal.aborted) this.error = error.message;
       return null;
     }
-    return pictures;
+    return images;
   }
 
-  see(event, pictures) {
+  see(event, images) {
     if (event.type === "image_generation.progress") {
       this.numBefore = event.num_before ?? null;
       this.step = event.step ?? 0;
@@ -40,7 +40,7 @@ export class Drawing {
       this.preview = `data:image/${event.output_format};base64,${event.b64_json}`;
     } else if (event.type === "image_generation.completed") {
       const blob = blobOf(event.b64_json, `image/${event.output_format}`);
-      pictures.push({ blob, settings: event.settings, timings: event.timings });
+      images.push({ blob, settings: event.settings, timings: event.timings });
     }
   }
 
@@ -49,7 +49,7 @@ export class Drawing {
     if (this.numSteps !== null) {
       return this.step < this.numSteps ? `Step ${this.step + 1} of ${this.numSteps}` : "Finishing";
     }
-    if (this.numBefore) return `Waiting: ${this.numBefore} ${this.numBefore === 1 ? "picture" : "pictures"} before it`;
+    if (this.numBefore) return `Waiting: ${this.numBefore} ${this.numBefore === 1 ? "image" : "images"} before it`;
     return "Starting";
   }
 }

@@ -182,7 +182,7 @@ class Scanner {
     const { isImage } = this.out[start];
     const inner = this.out.splice(start).slice(1);
     emphasise(inner);
-    // A picture contains text only, and a link no link, so that nesting is bounded.
+    // An image contains text only, and a link no link, so that nesting is bounded.
     const plain = isImage && plainText(inner);
     const content = isImage ? (plain ? [{ text: plain }] : []) : inner;
     this.out.push({ url: safeUrl(target.url), isImage, inner: content, written: target.url });
@@ -357,10 +357,10 @@ function build(parent, pieces) {
   flush();
 }
 
-// A picture is shown as a link: loading it would tell its owner that it was read.
+// An image is shown as a link: loading it would tell its owner that it was read.
 function appendLink(parent, { url, isImage, inner, written }) {
   const node = url ? link(url) : element("span", { class: "dead-link", title: "This link leads nowhere safe" });
-  if (isImage) node.append(icon("picture"), " ");
+  if (isImage) node.append(icon("image"), " ");
   build(node, inner);
   if (!node.textContent.trim()) node.append(written || "link");
   parent.append(node);

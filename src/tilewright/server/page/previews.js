@@ -27,5 +27,5 @@ export function unreadNode(name) {
 }
 
 function named(text) {
-  return element("span", { class: "named" }, icon("picture"), text);
+  return element("span", { class: "named" }, icon("image"), text);
 }

@@ -12,7 +12,7 @@ export class Scroller {
     jumpButton.addEventListener("click", () => this.toEnd());
     const observer = new ResizeObserver(() => this.follow());
     observer.observe(node);
-    observer.observe(node.firstElementChild); // pictures have their size only when they are read
+    observer.observe(node.firstElementChild); // images have their size only when they are read
   }
 
   get distance() {

@@ -25,11 +25,11 @@ export class Sidebar {
       icon("plus"),
       "New conversation",
     );
-    this.pictures = element(
+    this.images = element(
       "button",
       { type: "button", class: "quiet row", hidden: true, onclick: () => this.pick(() => host.draw()) },
-      icon("picture"),
-      "Pictures",
+      icon("image"),
+      "Images",
     );
     this.create = create;
     const keys = element(
@@ -46,7 +46,7 @@ export class Sidebar {
     );
     this.node.append(
       create,
-      this.pictures,
+      this.images,
       element("nav", { "aria-label": "Conversations" }, this.list),
       element("footer", {}, this.deleteAll, this.key, themeButton(), keys),
     );
@@ -80,13 +80,13 @@ export class Sidebar {
     this.key.hidden = !isWanted;
   }
 
-  // Shows the available panes and the current one: "chat" or "pictures".
+  // Shows the available panes and the current one: "chat" or "images".
   showPanes({ canChat, canDraw, current }) {
     this.create.hidden = !canChat;
-    this.pictures.hidden = !canDraw;
-    this.pictures.classList.toggle("current", current === "pictures");
-    if (current === "pictures") this.pictures.setAttribute("aria-current", "page");
-    else this.pictures.removeAttribute("aria-current");
+    this.images.hidden = !canDraw;
+    this.images.classList.toggle("current", current === "images");
+    if (current === "images") this.images.setAttribute("aria-current", "page");
+    else this.images.removeAttribute("aria-current");
   }
 
   // Shows { id, title } of conversations. Existing rows are kept: one may have the focus, or be under a finger.
@@ -129,7 +129,7 @@ export class Sidebar {
   }
 
   async askDeleteAll() {
-    const text = "All conversations, drafts, pictures and files of this page will be gone from this browser.";
+    const text = "All conversations, drafts, images and files of this page will be gone from this browser.";
     if (await confirmDialog("Delete everything?", text, "Delete all")) this.host.removeAll();
   }
 }

@@ -1,4 +1,4 @@
-// The browser's storage of conversations, titles, files, drafts and generated pictures. Several tabs may have the same
+// The browser's storage of conversations, titles, files, drafts and generated images. Several tabs may have the same
 // conversation open: each writes only its own changes.
 
 import { attachmentsOf, mergedMessages, titleRow } from "./conversation.js";
@@ -43,7 +43,7 @@ export class Store {
     return result;
   }
 
-  // Sends { id, change } to other tabs: "asked", "changed" or "deleted" of a conversation (no id: all), or "pictures"
+  // Sends { id, change } to other tabs: "asked", "changed" or "deleted" of a conversation (no id: all), or "images"
   // for a change of the gallery.
   tell(change, id = null) {
     this.channel.postMessage({ id, change });
@@ -186,28 +186,28 @@ export class Store {
     this.urls.delete(id);
   }
 
-  // Resolves to the stored pictures, the latest first: { id, createdAt, settings, seconds }; `file(id)` has the bytes.
-  async pictures() {
+  // Resolves to the stored images, the latest first: { id, createdAt, settings, seconds }; `file(id)` has the bytes.
+  async images() {
     const kept = await this.read("pictures", (table) => table.getAll());
     return kept.sort((one, other) => other.createdAt - one.createdAt);
   }
 
-  async keepPicture(picture, blob) {
-    this.files.set(picture.id, blob);
-    await this.tables.within(["pictures", "files"], "readwrite", async (pictures, files) => {
-      await pictures.put(picture);
-      await files.put(blob, picture.id);
+  async keepImage(image, blob) {
+    this.files.set(image.id, blob);
+    await this.tables.within(["pictures", "files"], "readwrite", async (images, files) => {
+      await images.put(image);
+      await files.put(blob, image.id);
     });
-    this.tell("pictures");
+    this.tell("images");
   }
 
-  async forgetPicture(id) {
+  async forgetImage(id) {
     this.letGo(id);
-    await this.tables.within(["pictures", "files"], "readwrite", async (pictures, files) => {
-      await pictures.delete(id);
+    await this.tables.within(["pictures", "files"], "readwrite", async (images, files) => {
+      await images.delete(id);
       await files.delete(id);
     });
-    this.tell("pictures");
+    this.tell("images");
   }
 
   // Resolves to the draft of a conversation, undefined if there is none.

@@ -66,13 +66,13 @@ function card(head, text, onclick) {
 
 async function sampleFiles() {
   const response = await fetch(SAMPLE);
-  if (!response.ok) throw new Error(`the sample picture was answered with status ${response.status}`);
+  if (!response.ok) throw new Error(`the sample image was answered with status ${response.status}`);
   const blob = await response.blob();
   return [new File([blob], "sample.png", { type: blob.type })];
 }
 
 function sampleCard(ask) {
-  const node = card(element("b", {}, "Try a sample picture"), SAMPLE_QUESTION, () =>
+  const node = card(element("b", {}, "Try a sample image"), SAMPLE_QUESTION, () =>
     ask({ text: SAMPLE_QUESTION, files: sampleFiles }),
   );
   node.classList.add("sample");

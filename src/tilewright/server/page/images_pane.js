@@ -1,4 +1,4 @@
-// The pane that makes pictures: the form, the picture being made, and the gallery that this browser stores.
+// The pane that makes images: the form, the image being made, and the gallery that this browser stores.
 
 import { button } from "./dialogs.js";
 import { element, icon, iconButton } from "./dom.js";
@@ -10,8 +10,8 @@ const NUM_PREVIEWS = 3; // the server's limit
 const SIDES = [256, 512, 768, 1024]; // offered if the model supports them
 const MAX_ALT = 200;
 
-export class PicturesPane {
-  // app: { api, store, pictureModel(), canAskAbout(), askAbout(blob, name), announce(text) }
+export class ImagesPane {
+  // app: { api, store, imageModel(), canAskAbout(), askAbout(blob, name), announce(text) }
   constructor(app) {
     this.app = app;
     this.drawing = null;
@@ -21,20 +21,20 @@ export class PicturesPane {
 
   build() {
     this.prompt = element("textarea", {
-      id: "picture-prompt",
+      id: "image-prompt",
       rows: 2,
-      "aria-label": "Picture",
-      placeholder: "Describe a picture",
+      "aria-label": "Image",
+      placeholder: "Describe an image",
       autocomplete: "off",
     });
-    this.sizes = element("datalist", { id: "picture-sizes" });
-    this.size = field("size", "Size", { list: "picture-sizes", placeholder: "auto" });
+    this.sizes = element("datalist", { id: "image-sizes" });
+    this.size = field("size", "Size", { list: "image-sizes", placeholder: "auto" });
     this.steps = field("steps", "Steps", { inputmode: "numeric", placeholder: "default" });
     this.seed = field("seed", "Seed", { inputmode: "numeric", placeholder: "random" });
     this.draw = element("button", { type: "submit", class: "primary" }, "Draw");
     const form = element(
       "form",
-      { class: "composer drawer", "aria-label": "Ask for a picture" },
+      { class: "composer drawer", "aria-label": "Ask for an image" },
       this.prompt,
       element("div", { class: "tools" }, this.size.node, this.steps.node, this.seed.node, this.sizes, this.draw),
     );
@@ -51,10 +51,10 @@ export class PicturesPane {
     this.prompt.addEventListener("input", () => this.update());
     this.notice = element("p", { class: "wrong", role: "alert", hidden: true });
     this.easel = element("section", { class: "easel", "aria-label": "Being drawn", hidden: true });
-    this.gallery = element("ul", { class: "gallery", "aria-label": "Pictures" });
+    this.gallery = element("ul", { class: "gallery", "aria-label": "Images" });
     this.about = element("p", { class: "hint" });
     const column = element("div", { class: "column" }, form, this.about, this.notice, this.easel, this.gallery);
-    this.node = element("div", { class: "pictures scrolling", tabindex: "-1" }, column);
+    this.node = element("div", { class: "images scrolling", tabindex: "-1" }, column);
   }
 
   focus() {
@@ -62,9 +62,9 @@ export class PicturesPane {
   }
 
   modelChanged() {
-    const model = this.app.pictureModel();
+    const model = this.app.imageModel();
     const limits = model?.limits;
-    this.about.textContent = model ? `Drawn by ${model.id}. Pictures are kept in this browser alone.` : "";
+    this.about.textContent = model ? `Drawn by ${model.id}. Images are kept in this browser alone.` : "";
     const fits = (side) =>
       !limits ||
       (side <= limits.max_side && side * side <= limits.max_pixels && side >= limits.min_side && side % limits.size_multiple === 0);
@@ -84,13 +84,13 @@ export class PicturesPane {
 
   update() {
     this.draw.textContent = this.drawing ? "Stop" : "Draw";
-    this.draw.disabled = !this.drawing && (!this.prompt.value.trim() || !this.app.pictureModel());
+    this.draw.disabled = !this.drawing && (!this.prompt.value.trim() || !this.app.imageModel());
   }
 
   // Returns the body of the form's request; null, after telling the user, if the form is invalid.
   request() {
     const prompt = this.prompt.value.trim();
-    const body = { model: this.app.pictureModel().id, prompt, stream: true, partial_images: NUM_PREVIEWS, progress: true };
+    const body = { model: this.app.imageModel().id, prompt, stream: true, partial_images: NUM_PREVIEWS, progress: true };
     const size = this.size.input.value.trim();
     if (size) body.size = size;
     for (const { input, name, label } of [this.steps, this.seed]) {
@@ -107,24 +107,24 @@ export class PicturesPane {
   }
 
   async start() {
-    if (!this.prompt.value.trim() || !this.app.pictureModel()) return;
+    if (!this.prompt.value.trim() || !this.app.imageModel()) return;
     this.tell(null);
     const body = this.request();
     if (!body) return;
     const drawing = new Drawing({ api: this.app.api, body, onChange: () => this.showDrawing(drawing) });
     this.drawing = drawing;
     this.showDrawing(drawing);
-    const pictures = await drawing.run();
+    const images = await drawing.run();
     this.drawing = null;
     this.easel.hidden = true;
     this.update();
     if (drawing.error) this.tell(drawing.error);
-    for (const picture of pictures ?? []) await this.keep(picture);
-    if (pictures?.length) this.app.announce(`Drawn: ${body.prompt}`);
-    this.app.pictureMade();
+    for (const image of images ?? []) await this.keep(image);
+    if (images?.length) this.app.announce(`Drawn: ${body.prompt}`);
+    this.app.imageMade();
   }
 
-  // Stops the running picture; returns false if there is none.
+  // Stops the running image; returns false if there is none.
   stop() {
     this.drawing?.stop();
     return Boolean(this.drawing);
@@ -137,57 +137,57 @@ export class PicturesPane {
     const progress = element("progress", { "aria-label": "Steps", max: numSteps ?? 1 });
     if (numSteps !== null) progress.value = step;
     this.easel.replaceChildren(
-      preview ? element("img", { src: preview, alt: "" }) : element("div", { class: "canvas" }, icon("picture")),
+      preview ? element("img", { src: preview, alt: "" }) : element("div", { class: "canvas" }, icon("image")),
       element("div", {}, element("p", {}, drawing.body.prompt), progress, element("p", { class: "state" }, state)),
     );
     this.update();
   }
 
-  // Stores a picture and shows it first.
+  // Stores an image and shows it first.
   async keep({ blob, settings, timings }) {
     const { store } = this.app;
-    const picture = { id: randomId(), createdAt: Date.now(), settings, seconds: timings?.total_s ?? null };
+    const image = { id: randomId(), createdAt: Date.now(), settings, seconds: timings?.total_s ?? null };
     try {
-      await store.keepPicture(picture, blob);
+      await store.keepImage(image, blob);
     } catch (error) {
       this.tell(storageProblem(error));
     }
-    this.gallery.prepend(this.view(picture));
+    this.gallery.prepend(this.view(image));
   }
 
-  // Shows the stored pictures; also called when another tab has changed them.
+  // Shows the stored images; also called when another tab has changed them.
   async load() {
-    let pictures = [];
+    let images = [];
     try {
-      pictures = await this.app.store.pictures();
+      images = await this.app.store.images();
     } catch (error) {
       this.tell(storageProblem(error));
     }
-    this.gallery.replaceChildren(...pictures.map((picture) => this.view(picture)));
+    this.gallery.replaceChildren(...images.map((image) => this.view(image)));
   }
 
-  view(picture) {
-    const { settings } = picture;
+  view(image) {
+    const { settings } = image;
     const about = [`${settings.width} × ${settings.height}`, `${settings.num_steps} steps`, `seed ${settings.seed}`];
-    if (picture.seconds) about.push(`${picture.seconds.toFixed(1)} s`);
-    const image = element("img", { alt: settings.prompt.slice(0, MAX_ALT), loading: "lazy" });
-    const name = `picture-${settings.seed}.png`;
+    if (image.seconds) about.push(`${image.seconds.toFixed(1)} s`);
+    const shown = element("img", { alt: settings.prompt.slice(0, MAX_ALT), loading: "lazy" });
+    const name = `image-${settings.seed}.png`;
     const download = element("a", { class: "quiet", download: name }, "Download");
-    const ask = button("Ask about this picture", () => this.askAbout(picture, name), "quiet ask");
+    const ask = button("Ask about this image", () => this.askAbout(image, name), "quiet ask");
     const again = iconButton("retry", "Draw again", () => this.reuse(settings));
-    const remove = iconButton("trash", "Delete picture", () => this.remove(picture, node));
+    const remove = iconButton("trash", "Delete image", () => this.remove(image, node));
     const node = element(
       "li",
-      { class: "picture" },
-      image,
+      { class: "drawn-image" },
+      shown,
       element("p", { class: "caption" }, settings.prompt),
       element("p", { class: "figures" }, ...about.map((text) => element("span", {}, text))),
       element("div", { class: "message-tools" }, ask, download, again, remove),
     );
     this.allowAsking(ask);
-    this.app.store.url(picture.id).then((url) => {
+    this.app.store.url(image.id).then((url) => {
       if (!url) return;
-      image.src = url;
+      shown.src = url;
       download.href = url;
     });
     return node;
@@ -195,16 +195,16 @@ export class PicturesPane {
 
   allowAsking(ask) {
     ask.disabled = !this.app.canAskAbout();
-    ask.title = ask.disabled ? "No model here looks at pictures" : "";
+    ask.title = ask.disabled ? "No model here looks at images" : "";
   }
 
-  async askAbout(picture, name) {
-    const blob = await this.app.store.file(picture.id);
+  async askAbout(image, name) {
+    const blob = await this.app.store.file(image.id);
     if (blob) this.app.askAbout(blob, name);
-    else this.tell("This picture is no longer kept by the browser.");
+    else this.tell("This image is no longer kept by the browser.");
   }
 
-  // Puts the settings of a picture into the form.
+  // Puts the settings of an image into the form.
   reuse({ prompt, width, height, num_steps: numSteps, seed }) {
     this.prompt.value = prompt;
     this.size.input.value = `${width}x${height}`;
@@ -215,15 +215,15 @@ export class PicturesPane {
     this.node.scrollTo({ top: 0 });
   }
 
-  async remove(picture, node) {
+  async remove(image, node) {
     node.remove();
     this.prompt.focus();
-    await this.app.store.forgetPicture(picture.id).catch((error) => this.tell(storageProblem(error)));
+    await this.app.store.forgetImage(image.id).catch((error) => this.tell(storageProblem(error)));
   }
 }
 
 function field(name, label, properties) {
-  const input = element("input", { id: `picture-${name}`, name, autocomplete: "off", ...properties });
-  const node = element("label", { class: "small-field", for: `picture-${name}` }, label, input);
+  const input = element("input", { id: `image-${name}`, name, autocomplete: "off", ...properties });
+  const node = element("label", { class: "small-field", for: `image-${name}` }, label, input);
   return { name, label, input, node };
 }
