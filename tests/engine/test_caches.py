@@ -224,13 +224,13 @@ class TestEncoderCache:
         assert cache.id_of(b"c") == 2 and not cache.has(b"b")
         cache.put(b"d", 40)
         assert cache.id_of(b"d") == 3 and not cache.has(b"a")  # runners still have features 0 and 1
-        assert cache.take_dropped(1) == [1]
+        assert cache.pop_dropped(1) == [1]
         assert cache.id_of(b"e") == 1
-        assert cache.take_dropped(10) == [0] and cache.take_dropped(10) == []
+        assert cache.pop_dropped(10) == [0] and cache.pop_dropped(10) == []
 
     def test_the_id_of_a_medium_that_could_not_be_encoded_is_dropped(self):
         cache = EncoderCache(100)
         cache.pin(b"a")
         assert cache.id_of(b"a") == 0
         cache.unpin(b"a")
-        assert cache.take_dropped(10) == [0] and cache.id_of(b"b") == 0
+        assert cache.pop_dropped(10) == [0] and cache.id_of(b"b") == 0

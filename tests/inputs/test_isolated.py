@@ -205,10 +205,10 @@ def attack(data, name, limits):
     space = dict(globals())
     exec(data[7:], space)
     return space["found"]
-def noting_slate(channel, slate, memory_bytes):
-    globals()["slate"] = slate
-    decode(channel, slate, memory_bytes)
-m.read_image, m.main, decode = attack, noting_slate, m.main
+def noting_fd(channel, shared_fd, memory_bytes):
+    globals()["shared_fd"] = shared_fd
+    decode(channel, shared_fd, memory_bytes)
+m.read_image, m.main, decode = attack, noting_fd, m.main
 main()
 """
 
@@ -305,10 +305,10 @@ FORBIDDEN = [
     "os.kill(os.getppid(), 0)",
     "os.kill(os.getpid(), 0)",
     "os.memfd_create('x')",
-    "os.ftruncate(slate, 0)",
-    "os.pwrite(slate, b'x', 0)",
+    "os.ftruncate(shared_fd, 0)",
+    "os.pwrite(shared_fd, b'x', 0)",
     "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (1, 1))",
-    "resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1)) or os.pwrite(slate, b'x', 0)",
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1)) or os.pwrite(shared_fd, b'x', 0)",
     "fcntl.fcntl(int(sys.argv[1]), fcntl.F_SETOWN, os.getppid())",
     "os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
     "os.sched_setaffinity(os.getppid(), {0})",
@@ -469,7 +469,7 @@ def test_nonsense_about_a_video(monkeypatch, described, times):
 def test_shared_memory_that_is_cut_short_is_noticed(monkeypatch):
     script = f"""{SPEAK}
 for reply in {[reply({"missing": []}), reply({"height": 500, "width": 500}), reply({"size_bytes": 750_000})]!r}:
-    os.ftruncate(task["arguments"]["slate"], 0)
+    os.ftruncate(task["arguments"]["shared_fd"], 0)
     link.sendall(reply)
     link.recv(100_000)
 """

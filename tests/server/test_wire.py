@@ -70,7 +70,7 @@ def test_requests():
         template_arguments={"enable_thinking": False},
         continue_final_message=True,
         sampling=sampling,
-        wants_prompt=True,
+        returns_prompt=True,
     )
     assert request_from_json(through({"request": request_to_json(request)})["request"]) == request
     bare = EngineRequest(token_ids=[1, 2])

@@ -18,7 +18,7 @@ from tilewright.engine.sample.sampler import Sampler
 from tilewright.engine.schedule.resources import SequenceResources
 from tilewright.engine.schedule.scheduler import Scheduler
 from tilewright.engine.schedule.sequence import PromptReader, Sequence
-from tilewright.engine.schedule.step import DraftInput, Event, Sampled, Step
+from tilewright.engine.schedule.step import DraftInput, Sampled, SequenceOutput, Step
 from tilewright.engine.speech.scheduler import SpeechScheduler
 from tilewright.engine.speech.sequence import SpeechSequence
 from tilewright.layers.batch import WantedStates
@@ -175,11 +175,11 @@ class EngineCore:
             sampled = self._compute(step)
         except Exception as error:
             bisector = StepBisector(self._compute, self.runner.encode, self.scheduler)
-            computed, sampled = bisector.rescue(step, error)
+            computed, sampled = bisector.bisect(step, error)
         else:
             computed = step
         deltas = self._deltas(self.scheduler.update(computed, sampled))
-        failures = self.scheduler.take_failures()
+        failures = self.scheduler.pop_failures()
         for request_id in failures:
             self.scheduler.abort(request_id)
         draft_inputs: list[DraftInput] = []
@@ -221,7 +221,7 @@ class EngineCore:
         sequences = scheduler.running + scheduler.waiting
         if step is not None:
             sequences = [chunk.sequence for chunk in step.chunks] + scheduler.readers(step.encode)
-        failures = scheduler.take_failures() | {sequence.request_id: error for sequence in sequences}
+        failures = scheduler.pop_failures() | {sequence.request_id: error for sequence in sequences}
         for request_id in failures:
             scheduler.abort(request_id)
             if self.speech is not None:
@@ -296,35 +296,35 @@ class EngineCore:
             audio_rate=None if samples is None or self.speech is None else self.speech.model.samples_per_second,
         )
 
-    def _deltas(self, events: list[Event]) -> list[tuple[Sequence, Delta]]:
+    def _deltas(self, outputs: list[SequenceOutput]) -> list[tuple[Sequence, Delta]]:
         results = []
-        for event in events:
+        for output in outputs:
             try:
-                results.append((event.sequence, self._delta(event)))
+                results.append((output.sequence, self._delta(output)))
             except Exception as error:
-                self.scheduler.fail(event.sequence, error)
+                self.scheduler.fail(output.sequence, error)
         return results
 
-    def _delta(self, event: Event) -> Delta:
-        """Add the text to an event; end the sequence at a stop string."""
-        sequence, reason = event.sequence, event.finish_reason
+    def _delta(self, output: SequenceOutput) -> Delta:
+        """Return an output with its text; end the sequence at a stop string."""
+        sequence, reason = output.sequence, output.finish_reason
         detokenizer = self._detokenizers[sequence]
         text, num_tokens = "", 0
-        for token_id in event.token_ids:
+        for token_id in output.token_ids:
             num_tokens += 1
-            if event.has_stop_token and num_tokens == len(event.token_ids):
+            if output.has_stop_token and num_tokens == len(output.token_ids):
                 break
             text += detokenizer.push(token_id)
             if detokenizer.is_stopped:
-                self._stop_at(sequence, len(event.token_ids) - num_tokens)
+                self._stop_at(sequence, len(output.token_ids) - num_tokens)
                 reason = "stop"
                 break
         if reason is not None:
             text += detokenizer.flush()
             if detokenizer.is_stopped:  # perhaps only in the text that the decoder had held back
                 reason = sequence.finish_reason = "stop"
-        logprobs = None if sequence.params.logprobs is None else tuple(event.logprobs[:num_tokens])
-        return Delta(sequence.index, text, tuple(event.token_ids[:num_tokens]), logprobs, reason)
+        logprobs = None if sequence.params.logprobs is None else tuple(output.logprobs[:num_tokens])
+        return Delta(sequence.index, text, tuple(output.token_ids[:num_tokens]), logprobs, reason)
 
     def _stop_at(self, sequence: Sequence, num_surplus: int) -> None:
         """End a sequence at a stop string; with accepted drafts it may be a few tokens past it."""

@@ -160,9 +160,9 @@ class MediaBuffer:
             else:
                 others.append(other)
         self._free = sorted([*others, (gap_begin, gap_end)])
-        self._give_back(begin, end, gap_begin, gap_end)
+        self._return_pages(begin, end, gap_begin, gap_end)
 
-    def _give_back(self, begin: int, end: int, gap_begin: int, gap_end: int) -> None:
+    def _return_pages(self, begin: int, end: int, gap_begin: int, gap_end: int) -> None:
         """Return the pages of rows [begin, end) to the system, except pages shared with rows outside the gap."""
         if self._memory is None:
             return

@@ -51,7 +51,7 @@ def normalize(
         rest = {key: plain(value) for key, value in message.items() if key != "content"}
         content = message.get("content")
         if isinstance(content, list | tuple):
-            rest["content"] = [collected.take(part) for part in content]
+            rest["content"] = [collected.add(part) for part in content]
         elif isinstance(content, str) or content is None:
             rest["content"] = content
         else:
@@ -71,7 +71,7 @@ def media_of_prompt(
     """Return the media of a prompt, which have the form of message parts."""
     collected = _Media(limits or MediaLimits(), accepts, model, missing, use_audio_in_video=False)
     for part in media:
-        if collected.take(part)["type"] == "text":
+        if collected.add(part)["type"] == "text":
             raise RequestError('media has an item of text, expected {"type": "image", "image": source} or the like')
     return collected.parts
 
@@ -95,7 +95,7 @@ class _Media:
         self._total_bytes = 0
         self.parts: list[MediaPart] = []
 
-    def take(self, part: object) -> dict[str, Any]:
+    def add(self, part: object) -> dict[str, Any]:
         """Return the part in the form that templates read; append a medium to `parts`."""
         if isinstance(part, str):
             return {"type": "text", "text": part}

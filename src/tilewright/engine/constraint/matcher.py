@@ -72,15 +72,15 @@ class Matcher:
         self._check()
         return count
 
-    def fill(self, words: Tensor, first: int, drafts: Sequence[int], unwanted: Sequence[Collection[int]]) -> None:
+    def fill(self, words: Tensor, first: int, drafts: Sequence[int], suppressed: Sequence[Collection[int]]) -> None:
         """Write the mask of the next token, then of the one after each draft, into rows of words from `first` on.
 
-        words are int32 [N, num_words], as `ops.sample.mask` reads them. Tokens in unwanted[i] are removed from mask i
+        words are int32 [N, num_words], as `ops.sample.mask` reads them. Tokens in suppressed[i] are removed from mask i
         unless that would leave none.
         """
         row_bytes = 4 * self.num_words
         address = words.data_ptr() + first * row_bytes
-        for index, banned in enumerate(unwanted):
+        for index, banned in enumerate(suppressed):
             self._matcher.unsafe_compute_mask_ptr(address + index * row_bytes, row_bytes)
             if self._known is not None:
                 words.numpy()[first + index] &= self._known

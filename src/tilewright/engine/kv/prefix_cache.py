@@ -42,7 +42,7 @@ class PrefixCache:
     def match(self, sequence: Sequence) -> list[int]:
         """Return the pages of the longest cached prefix, retained; at least one token is left to compute its logits."""
         pages: list[int] = []
-        if not self.enabled or sequence.wants_prompt_logprobs:
+        if not self.enabled or sequence.needs_prompt_logprobs:
             return pages
         for index in range((sequence.num_tokens - 1) // self.pool.page_size):
             page = self.pool.find(self.digest(sequence, index))
@@ -185,7 +185,7 @@ class WindowCache(SequenceResource):
 
     def match(self, sequence: Sequence, num_tokens: int) -> int:
         """Hold the pages before the last page end, up to num_tokens, whose window is cached; return that end."""
-        self._give_back(sequence)  # pages held by an earlier match
+        self._release_held(sequence)  # pages held by an earlier match
         end = index = num_tokens // self.pool.page_size
         while index > self._first_seen(end * self.pool.page_size):
             index -= 1
@@ -236,10 +236,10 @@ class WindowCache(SequenceResource):
             held.first += num_behind
 
     def release(self, sequence: Sequence) -> None:
-        self._give_back(sequence)
+        self._release_held(sequence)
         self._admitted.discard(sequence)
 
-    def _give_back(self, sequence: Sequence) -> None:
+    def _release_held(self, sequence: Sequence) -> None:
         held = sequence.window_pages.pop(self.window, None)
         if held is not None:
             self.pool.release(held.pages)

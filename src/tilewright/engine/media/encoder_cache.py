@@ -51,7 +51,7 @@ class EncoderCache:
         self._entries[key] = size_bytes
         self._shrink()
 
-    def take_dropped(self, max_ids: int) -> list[int]:
+    def pop_dropped(self, max_ids: int) -> list[int]:
         """Return up to max_ids ids of evicted features for the next step to report; they may be assigned again."""
         taken, self._dropped_ids = self._dropped_ids[:max_ids], self._dropped_ids[max_ids:]
         self._free_ids += taken

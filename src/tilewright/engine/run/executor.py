@@ -63,13 +63,13 @@ class Executor:
         are_ahead = False
         if step.encode:
             self._load(step.encode)
-            are_ahead = self._take_ahead(step.encode)
+            are_ahead = self._pop_ahead(step.encode)
         self.writer.write(step, media_are_ahead=are_ahead)
         try:
             result = self._do(RankCommand.run, compute)
         finally:
             if step.encode:
-                self._note_encoded(step.encode)
+                self._record_encoded(step.encode)
             if self._is_copied and not step.num_logits:
                 # Nobody waits for tokens, which arrive after all copies: an ending request may free its media.
                 self.model_runner.recycle()
@@ -98,8 +98,8 @@ class Executor:
         if self._ahead:
             self.model_runner.recycle()
 
-    def _take_ahead(self, media: Items[Medium]) -> bool:
-        """Return whether all of the media were sent ahead, and forget what was."""
+    def _pop_ahead(self, media: Items[Medium]) -> bool:
+        """Return whether all of the media were sent ahead, and clear what was."""
         sent, self._ahead = self._ahead, {}
         return all(sent.get(medium.key) == medium.region for medium in media)
 
@@ -122,7 +122,7 @@ class Executor:
             assert self.media_buffer is not None, "a model that takes media has a buffer for them"
             self.media_buffer.load(medium.region)
 
-    def _note_encoded(self, media: Items[Medium]) -> None:
+    def _record_encoded(self, media: Items[Medium]) -> None:
         """Record encoded features, even of a step that failed later: they need not be encoded again."""
         for medium in media:
             features = self.model_runner.features.get(self.features.id_of(medium.key))
@@ -146,14 +146,14 @@ class StepBisector:
     encode: Callable[[list[Medium]], None]
     scheduler: Scheduler
 
-    def rescue(self, step: Step, error: Exception) -> tuple[Step, list[Sampled]]:
+    def bisect(self, step: Step, error: Exception) -> tuple[Step, list[Sampled]]:
         """Return the computable part of a step that raised, and its results; the scheduler gets the failures."""
         if self._drop_unencodable(step.encode):  # nothing was computed before that
             rest = self._part(step, [chunk for chunk in step.chunks if not chunk.sequence.is_finished])
             try:
                 return rest, self.compute(rest)
             except Exception as later:
-                return self.rescue(rest, later)
+                return self.bisect(rest, later)
         computed, sampled, failures = self._compute_apart(step, error)
         is_rewound = not self.scheduler.resources.can_repeat_steps
         if is_rewound and not failures:

@@ -45,7 +45,7 @@ class StepHeader(NamedTuple):
     media_are_ahead: int = 0  # 1: the media to encode were sent to the device before the step
 
     @property
-    def wants_all_logits(self) -> bool:
+    def needs_all_logits(self) -> bool:
         return self.num_logit_rows == self.num_tokens
 
 
@@ -223,7 +223,7 @@ class StepInputs:
 
     def logit_rows(self, header: StepHeader) -> Tensor | None:
         """Return the rows whose logits are wanted; None: all."""
-        return None if header.wants_all_logits else self.tensors["logit_rows"][: header.num_logit_rows]
+        return None if header.needs_all_logits else self.tensors["logit_rows"][: header.num_logit_rows]
 
     def batch(
         self,

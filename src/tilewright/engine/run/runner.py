@@ -181,7 +181,7 @@ class ModelRunner:
         if is_captured:
             logits, self._hidden = self._captured.run(self._captured_shape(padded), lambda: self._forward(padded, True))
             return logits[: header.num_tokens]
-        is_small = header.num_tokens <= MAX_RECORDED_TOKENS and header.wants_all_logits
+        is_small = header.num_tokens <= MAX_RECORDED_TOKENS and header.needs_all_logits
         if self._is_recorded and is_small and not header.num_feature_runs:
             shape = header.num_tokens, header.num_sequences, header.num_cross_rows, header.num_cross_spans
             logits, self._hidden = self._recorded.run(shape, lambda: self._forward(header, True))
@@ -218,7 +218,7 @@ class ModelRunner:
 
     def _can_capture(self, header: StepHeader) -> bool:
         """Return whether a device records the step: every sequence has one token and nothing else to do."""
-        is_decode = 0 < header.num_tokens == header.num_sequences and header.wants_all_logits
+        is_decode = 0 < header.num_tokens == header.num_sequences and header.needs_all_logits
         is_plain = is_decode and not header.num_feature_runs and header.num_sequences <= CAPTURED_SEQUENCES[-1]
         return is_plain and self.replay and not self._is_host
 

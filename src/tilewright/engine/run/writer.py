@@ -136,7 +136,7 @@ class StepWriter:
 
     def _write_dropped(self) -> int:
         """Write the ids of dropped features, as many as fit; the next step reports the others. Return their number."""
-        ids = self.features.take_dropped(len(self._arrays["dropped_ids"]))
+        ids = self.features.pop_dropped(len(self._arrays["dropped_ids"]))
         self._arrays["dropped_ids"][: len(ids)] = ids
         return len(ids)
 

@@ -105,8 +105,8 @@ class Masks:
         self._reserve(len(rows), constrained[0][0].num_words)
         first = 0
         for matcher, chunk in constrained:
-            unwanted = [chunk.sequence.unwanted_token_ids(draft) for draft in range(chunk.num_sampled)]
-            matcher.fill(self._words, first, chunk.draft_token_ids, unwanted)
+            suppressed = [chunk.sequence.suppressed_token_ids(draft) for draft in range(chunk.num_sampled)]
+            matcher.fill(self._words, first, chunk.draft_token_ids, suppressed)
             first += chunk.num_sampled
         self._rows.numpy()[:first] = rows
         ops.mask(logits, *self._uploads.send(self._rows[:first], self._words[:first]))
@@ -122,7 +122,7 @@ class _Rows(NamedTuple):
 
     greedy: tuple[Tensor, ...]
     tokens: Tensor  # int64
-    drawn: np.ndarray  # the same memory
+    token_array: np.ndarray  # the same memory
     numbers: np.ndarray  # 0, 1, ...
 
     @classmethod
@@ -154,7 +154,7 @@ class Sampler:
         keep_raw = any(chunk.num_prompt_rows or chunk.sequence.params.logprobs is not None for chunk in chunks)
         if keep_raw:
             self._show_prompts(logits, chunks)
-        drawn = self._draw(logits, chunks, keep_raw)
+        drawn = self._sample_tokens(logits, chunks, keep_raw)
         token_ids: list[list[int]] = []
         first = 0
         for chunk in chunks:
@@ -176,7 +176,7 @@ class Sampler:
                 reader(_first_target(chunk), self._device.fetch(rows))
             first += chunk.num_logits
 
-    def _draw(self, logits: Tensor, chunks: list[Chunk], keep_raw: bool) -> list[int]:
+    def _sample_tokens(self, logits: Tensor, chunks: list[Chunk], keep_raw: bool) -> list[int]:
         """Return a token for every sampled row, chunk after chunk; NO_TOKEN for a row of NaN."""
         sampled = [chunk for chunk in chunks if chunk.num_sampled]
         num_rows = sum(chunk.num_sampled for chunk in sampled)
@@ -196,22 +196,24 @@ class Sampler:
         if is_constrained:
             self._masks.apply(logits, sampled)  # last, so that a bias cannot re-enable a token
         if not self._device.is_host:
-            return self._draw_there(logits, sampled)
+            return self._sample_on_device(logits, sampled)
         if num_rows not in self._rows:
             self._rows[num_rows] = _Rows.make(num_rows)
         rows = self._rows[num_rows]
         ops.sample(logits, *self._parameters(sampled, rows), out=rows.tokens)
         # One NaN weight turns whole rows into NaN: the kernel's token is then no choice of the model's.
-        is_chosen = logits.numpy()[rows.numbers, rows.drawn] > -math.inf
-        result: list[int] = (rows.drawn if is_chosen.all() else np.where(is_chosen, rows.drawn, NO_TOKEN)).tolist()
+        is_chosen = logits.numpy()[rows.numbers, rows.token_array] > -math.inf
+        result: list[int] = (
+            rows.token_array if is_chosen.all() else np.where(is_chosen, rows.token_array, NO_TOKEN)
+        ).tolist()
         return result
 
-    def _draw_there(self, logits: Tensor, sampled: list[Chunk]) -> list[int]:
-        """Draw like `_draw` on a device, and fetch the tokens in one copy."""
+    def _sample_on_device(self, logits: Tensor, sampled: list[Chunk]) -> list[int]:
+        """Draw like `_sample_tokens` on a device, and fetch the tokens in one copy."""
         if all(chunk.sequence.params.temperature == 0 for chunk in sampled):
             tokens = ops.greedy(logits)
         else:
-            tokens = ops.sample(logits, *self._uploads.send(*self._drawn_with(sampled)))
+            tokens = ops.sample(logits, *self._uploads.send(*self._sampling_arguments(sampled)))
         is_chosen = logits.gather(1, tokens[:, None])[:, 0] > -math.inf
         result: list[int] = self._device.fetch(torch.where(is_chosen, tokens, NO_TOKEN)).tolist()
         return result
@@ -220,9 +222,9 @@ class Sampler:
         """Return the arguments of `ops.sample` besides logits, cached for greedy rows."""
         if all(chunk.sequence.params.temperature == 0 for chunk in chunks):
             return rows.greedy
-        return self._drawn_with(chunks)
+        return self._sampling_arguments(chunks)
 
-    def _drawn_with(self, chunks: list[Chunk]) -> tuple[Tensor, ...]:
+    def _sampling_arguments(self, chunks: list[Chunk]) -> tuple[Tensor, ...]:
         params = [chunk.sequence.params for chunk in chunks for _ in range(chunk.num_sampled)]
         if params != self._params_of_rows:
             self._params_of_rows, self._parameters_of_rows = params, _parameters(params)
@@ -245,8 +247,8 @@ class Sampler:
             for draft in range(chunk.num_sampled):
                 bias = {token_id: bias for token_id, bias in params.logit_bias.items() if token_id < vocabulary_size}
                 if sequence.matcher is None:  # a grammar's mask excludes them where it can
-                    unwanted = sequence.unwanted_token_ids(draft)
-                    bias.update((item, -math.inf) for item in unwanted if item < vocabulary_size)
+                    suppressed = sequence.suppressed_token_ids(draft)
+                    bias.update((item, -math.inf) for item in suppressed if item < vocabulary_size)
                 biases.append(bias)
         params_of_rows = [chunk.sequence.params for chunk in chunks for _ in range(chunk.num_sampled)]
         *penalties, bias_starts, bias_token_ids, bias_values = self._uploads.send(
@@ -360,7 +362,7 @@ def _is_penalized(params: SamplingParams) -> bool:
 
 def _is_adjusted(sequence: Sequence) -> bool:
     params = sequence.params
-    is_kept_from_stopping = sequence.matcher is None and bool(sequence.unwanted_token_ids())
+    is_kept_from_stopping = sequence.matcher is None and bool(sequence.suppressed_token_ids())
     return bool(params.logit_bias) or is_kept_from_stopping or _is_penalized(params)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from tilewright.engine.draft.drafter import Drafter
 from tilewright.engine.schedule.resources import SequenceResources
 from tilewright.engine.schedule.sequence import Sequence, Status
-from tilewright.engine.schedule.step import NO_TOKEN, Chunk, Event, Sampled, Step, StepLimits
+from tilewright.engine.schedule.step import NO_TOKEN, Chunk, Sampled, SequenceOutput, Step, StepLimits
 from tilewright.types import ContextLengthExceeded, FinishReason, Medium, RequestError
 
 
@@ -72,7 +72,7 @@ class Scheduler:
         if not sequence.is_finished:
             self.finish(sequence, "abort")
 
-    def take_failures(self) -> dict[str, Exception]:
+    def pop_failures(self) -> dict[str, Exception]:
         """Return the errors of sequences that failed since the last call, by request."""
         failures, self._failures = self._failures, {}
         return failures
@@ -104,21 +104,21 @@ class Scheduler:
                 return step
             self._preempt(self.running[-1])  # prompts hold all pages, and none of them can continue
 
-    def update(self, step: Step, sampled: list[Sampled]) -> list[Event]:
+    def update(self, step: Step, sampled: list[Sampled]) -> list[SequenceOutput]:
         """Append the sampled tokens; return what each sequence gained, and why it ended if it did."""
-        events = []
+        outputs = []
         for chunk, result in zip(step.chunks, sampled, strict=True):
             try:
-                event = self._append(chunk, result)
+                output = self._append(chunk, result)
             except Exception as error:
                 self.fail(chunk.sequence, error)
                 continue
-            if event is not None:
-                events.append(event)
-        return events
+            if output is not None:
+                outputs.append(output)
+        return outputs
 
-    def _append(self, chunk: Chunk, result: Sampled) -> Event | None:
-        """Append a chunk's tokens and return the event; None in the middle of a prompt. May end the sequence."""
+    def _append(self, chunk: Chunk, result: Sampled) -> SequenceOutput | None:
+        """Append a chunk's tokens and return them as output; None in the middle of a prompt. May end the sequence."""
         sequence, matcher = chunk.sequence, chunk.sequence.matcher
         if matcher is not None:
             matcher.raise_error()  # its mask was invalid
@@ -150,7 +150,7 @@ class Scheduler:
         has_stop_token = reason == "stop" and not (matcher is not None and matcher.is_complete)
         if reason:
             self.finish(sequence, reason)
-        return Event(sequence, result.token_ids[:num_new], result.logprobs[:num_new], reason, has_stop_token)
+        return SequenceOutput(sequence, result.token_ids[:num_new], result.logprobs[:num_new], reason, has_stop_token)
 
     def find_room(self, sequence: Sequence, num_drafts: int) -> int:
         """Reserve pages for drafts of a decoding sequence, and return how many of num_drafts fit."""
@@ -300,7 +300,7 @@ class Scheduler:
         return True
 
     def _prompt_row_end(self, sequence: Sequence) -> int:
-        if not sequence.wants_prompt_logprobs:
+        if not sequence.needs_prompt_logprobs:
             return sequence.num_tokens
         first_row = max(sequence.num_computed_tokens, len(sequence.prompt_logprobs) - 1)
         return first_row + self.limits.max_prompt_rows

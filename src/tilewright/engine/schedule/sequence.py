@@ -211,7 +211,7 @@ class Sequence:
         return (self._leader or self)._prompt_logprobs
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
+    def needs_prompt_logprobs(self) -> bool:
         """Return whether this sequence still has to compute log-probabilities of prompt tokens."""
         return (
             self.params.prompt_logprobs is not None
@@ -219,7 +219,7 @@ class Sequence:
             and len(self._prompt_logprobs) < self.num_prompt_tokens
         )
 
-    def unwanted_token_ids(self, num_drafts: int = 0) -> frozenset[int]:
+    def suppressed_token_ids(self, num_drafts: int = 0) -> frozenset[int]:
         """Return the stop tokens that must not come next, or after num_drafts drafts; before min_tokens that is all."""
         if self.num_output_tokens + num_drafts < self.params.min_tokens:
             return self.stop_token_ids

@@ -86,7 +86,7 @@ class Chunk:
         self.num_drafts = len(self.draft_token_ids)
         self.num_sampled = 1 + self.num_drafts if self.stop >= sequence.num_tokens else 0
         self.num_prompt_rows = 0
-        if sequence.wants_prompt_logprobs:
+        if sequence.needs_prompt_logprobs:
             first = len(sequence.prompt_logprobs) - 1  # the row of token i is about token i + 1
             self.num_prompt_rows = max(0, self.stop - self.num_sampled - max(self.start, first))
         self.num_logits = self.num_prompt_rows + self.num_sampled
@@ -159,7 +159,7 @@ class Sampled:
 
 
 @dataclass(slots=True)
-class Event:
+class SequenceOutput:
     """Tokens that a step added to a sequence, and why it ended if it did."""
 
     sequence: Sequence

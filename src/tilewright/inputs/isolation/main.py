@@ -1,7 +1,7 @@
 """The media decoder: a process that decodes untrusted media, with access to nothing but the current item.
 
-Messages on its channel ask it to open an item, whose bytes are in shared memory (the slate), and then for its pixels or
-samples, which it writes there. A `DecoderPool` starts it. It imports neither torch nor the engine.
+Messages on its channel ask it to open an item, whose bytes are in shared memory, and then for its pixels or samples,
+which it writes there. A `DecoderPool` starts it. It imports neither torch nor the engine.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _KEPT_MAP_BYTES = 2**24
 _GRACE_S = 10.0
 
 
-def main(channel: Channel, slate: int, memory_bytes: int) -> None:
+def main(channel: Channel, shared_fd: int, memory_bytes: int) -> None:
     """Serve requests until the channel closes, within `memory_bytes` beyond the memory at the start."""
     import_all()
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 2)  # errors are shown up to here; libraries' output about a file is not
     os.close(nowhere)
     channel.send({"missing": confine(memory_bytes)})
-    _Decoder(channel, slate).serve()
+    _Decoder(channel, shared_fd).serve()
     os._exit(0)  # a normal exit would need rights that were given up
 
 
@@ -62,9 +62,9 @@ def import_all() -> None:
 
 
 class _Decoder:
-    def __init__(self, channel: Channel, slate: int) -> None:
+    def __init__(self, channel: Channel, shared_fd: int) -> None:
         self._channel = channel
-        self._slate = slate
+        self._shared_fd = shared_fd
         self._opened: OpenedImage | OpenedVideo | OpenedSound | None = None
         self._frames: Iterator[np.ndarray] = iter(())
         self._shared: mmap.mmap | None = None
@@ -87,7 +87,7 @@ class _Decoder:
                     return self._open(message)
                 case "decode":
                     assert isinstance(self._opened, OpenedImage | OpenedSound)
-                    size_bytes = self._put(self._opened.decode(), 0, message["size_bytes"])
+                    size_bytes = self._write(self._opened.decode(), 0, message["size_bytes"])
                     self._opened = None
                     return {"size_bytes": size_bytes}
                 case "frames":
@@ -95,7 +95,7 @@ class _Decoder:
                     self._frames = self._opened.frames(np.frombuffer(message["indices"], dtype=np.int64).tolist())
                     return {}
                 case "frame":
-                    size_bytes = self._put(next(self._frames), message["offset"], message["size_bytes"])
+                    size_bytes = self._write(next(self._frames), message["offset"], message["size_bytes"])
                     return {"size_bytes": size_bytes}
                 case ask:
                     raise ValueError(f"asked to {ask!r}")
@@ -108,7 +108,7 @@ class _Decoder:
 
     def _open(self, message: dict[str, Any]) -> dict[str, Any]:
         self._opened, self._frames = None, iter(())
-        data = os.pread(self._slate, message["size_bytes"], 0)
+        data = os.pread(self._shared_fd, message["size_bytes"], 0)
         name, limits = message["name"], MediaLimits(**message["limits"])
         match message["kind"]:
             case "image":
@@ -125,8 +125,8 @@ class _Decoder:
             case kind:
                 raise ValueError(f"asked to open {kind!r}")
 
-    def _put(self, values: np.ndarray, offset: int, most_bytes: int) -> int:
-        """Copy the values to the slate at the offset; return their size in bytes."""
+    def _write(self, values: np.ndarray, offset: int, most_bytes: int) -> int:
+        """Copy the values to the shared memory at the offset; return their size in bytes."""
         if values.nbytes > most_bytes:
             raise ValueError(f"{values.nbytes} bytes, where {most_bytes} were expected")
         end = offset + most_bytes
@@ -134,6 +134,6 @@ class _Decoder:
         if self._shared is None or not end <= len(self._shared) <= max(end, _KEPT_MAP_BYTES):
             if self._shared is not None:
                 self._shared.close()
-            self._shared = mmap.mmap(self._slate, end, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._shared = mmap.mmap(self._shared_fd, end, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         np.frombuffer(self._shared, np.uint8, values.nbytes, offset)[:] = values.reshape(-1).view(np.uint8)
         return values.nbytes

@@ -201,7 +201,7 @@ class _Session:
         return self._process.read(0, np.empty(size_bytes // np.dtype(dtype).itemsize, dtype))
 
     def frames(self, indices: Sequence[int], shape: tuple[int, int, int]) -> Iterator[np.ndarray]:
-        """Yield the frames at the indices. While the caller uses one, the next is decoded to the slate's other half."""
+        """Yield the frames at the indices. While the caller uses one, the next is decoded too."""
         size_bytes = math.prod(shape)
         self._open_again()
         self._process.reserve(2 * size_bytes)

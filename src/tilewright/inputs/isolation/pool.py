@@ -34,7 +34,7 @@ _ENVIRONMENT = {
 _START_TIMEOUT_S = 60.0  # 0.2 on an idle machine
 _SEND_TIMEOUT_S = 10.0  # messages are small: sending blocks only if the other side hangs
 _EXIT_TIMEOUT_S = 5.0  # from the end of its channel to the end of a process
-_KEPT_SLATE_BYTES = 16 * 2**20  # larger ones are truncated after an item
+_KEPT_SHARED_BYTES = 16 * 2**20  # larger ones are truncated after an item
 
 
 class DecoderFailed(Exception):
@@ -46,14 +46,14 @@ class DecoderKilled(DecoderFailed):
 
 
 class DecoderProcess(Child):
-    """A decoder process, and the memory shared with it, the slate.
+    """A decoder process, and the memory shared with it.
 
-    Only the decoder maps the slate; this process reads and writes it as a file. If the decoder changes it meanwhile,
+    Only the decoder maps that memory; this process reads and writes it as a file. If the decoder changes it meanwhile,
     the result is wrong pixels at worst.
     """
 
     def __init__(self, memory_bytes: int) -> None:
-        self._slate = os.memfd_create("tilewright-media")
+        self._shared_fd = os.memfd_create("tilewright-media")
         self._num_awaited = 1  # messages; the first says that it is ready
         self.is_ready = False
         self.has_failed = False
@@ -62,14 +62,14 @@ class DecoderProcess(Child):
         try:
             super().__init__(
                 _ENTRY,
-                {"slate": self._slate, "memory_bytes": memory_bytes},
-                fds=(self._slate,),
+                {"shared_fd": self._shared_fd, "memory_bytes": memory_bytes},
+                fds=(self._shared_fd,),
                 environment=_ENVIRONMENT,
                 output=subprocess.DEVNULL,
                 max_bytes=MAX_MESSAGE_BYTES,
             )
         except OSError:
-            os.close(self._slate)
+            os.close(self._shared_fd)
             raise
 
     @property
@@ -111,30 +111,30 @@ class DecoderProcess(Child):
         return reply
 
     def write(self, data: bytes) -> None:
-        """Write an item's bytes to the slate."""
+        """Write an item's bytes to the shared memory."""
         view, at = memoryview(data), 0
         while at < len(data):
-            at += os.pwrite(self._slate, view[at:], at)
+            at += os.pwrite(self._shared_fd, view[at:], at)
 
     def reserve(self, size_bytes: int) -> None:
-        """Enlarge the slate for the process's output."""
-        if os.fstat(self._slate).st_size < size_bytes:
-            os.ftruncate(self._slate, size_bytes)
+        """Enlarge the shared memory for the process's output."""
+        if os.fstat(self._shared_fd).st_size < size_bytes:
+            os.ftruncate(self._shared_fd, size_bytes)
 
     def read(self, offset: int, out: np.ndarray) -> np.ndarray:
-        """Fill `out` from the slate at the offset."""
+        """Fill `out` from the shared memory at the offset."""
         view, at = out.reshape(-1).view(np.uint8).data, 0
         while at < len(view):
-            count = os.preadv(self._slate, [view[at:]], offset + at)
+            count = os.preadv(self._shared_fd, [view[at:]], offset + at)
             if not count:
                 raise DecoderFailed("it cut the shared memory short")
             at += count
         return out
 
-    def put_down(self) -> None:
-        """Truncate the slate after a large item."""
-        if os.fstat(self._slate).st_size > _KEPT_SLATE_BYTES:
-            os.ftruncate(self._slate, _KEPT_SLATE_BYTES)
+    def shrink(self) -> None:
+        """Truncate the shared memory after a large item."""
+        if os.fstat(self._shared_fd).st_size > _KEPT_SHARED_BYTES:
+            os.ftruncate(self._shared_fd, _KEPT_SHARED_BYTES)
 
     def kill(self) -> int:
         """Kill the process; a caller that waits for it gets DecoderFailed."""
@@ -143,7 +143,7 @@ class DecoderProcess(Child):
 
     def end(self) -> None:
         super().end()
-        os.close(self._slate)
+        os.close(self._shared_fd)
 
     def _death(self) -> DecoderFailed:
         if self.has_failed:  # `kill` has ended it
@@ -173,7 +173,7 @@ class DecoderPool:
     @contextlib.contextmanager
     def lease(self, token: object) -> Iterator[DecoderProcess]:
         """Lease a process to one caller: the one in which the token's item is open, if it is idle."""
-        process = self._take(token)
+        process = self._acquire(token)
         try:
             process.wait_until_ready()
             yield process
@@ -181,7 +181,7 @@ class DecoderPool:
             process.has_failed = True
             raise
         finally:
-            self._give_back(process)
+            self._release(process)
 
     def close(self) -> None:
         """End all processes, busy ones included: their callers get DecoderFailed."""
@@ -194,7 +194,7 @@ class DecoderPool:
         for process in at_work:
             process.kill()
 
-    def _take(self, token: object) -> DecoderProcess:
+    def _acquire(self, token: object) -> DecoderProcess:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("media are not decoded any more: the engine is closed")
@@ -212,12 +212,12 @@ class DecoderPool:
             self._at_work.add(process)
             return process
 
-    def _give_back(self, process: DecoderProcess) -> None:
+    def _release(self, process: DecoderProcess) -> None:
         # An item that is open in the process will still be decoded: it is the last one, not one too many.
         has_done_its_share = process.num_items + (process.holds is None) > self._max_items_per_process
         is_reusable = process.is_reusable and not has_done_its_share
         if is_reusable:
-            process.put_down()
+            process.shrink()
         else:
             process.kill()
         with self._lock:

@@ -209,7 +209,7 @@ class _Prompt:
         self.add_text([self._tokens.audio_start])
         sound, first = _Sound(video.sound, self._audio), self._next_position
         for group in range(video.grid[0]):
-            earlier = min(self._time(video, group) - sound.num_taken, sound.num_left)
+            earlier = min(self._time(video, group) - sound.num_placed, sound.num_left)
             if earlier > 0:
                 self._add_sound(sound, earlier, first)
             self._add_group(video, group, first)
@@ -219,8 +219,8 @@ class _Prompt:
 
     def _add_sound(self, sound: _Sound, count: int, first: int) -> None:
         """Append the next features of a sound whose first feature is at position `first`."""
-        begin = first + sound.num_taken
-        for piece, length in sound.take(count):
+        begin = first + sound.num_placed
+        for piece, length in sound.next_features(count):
             self._add_span(piece, Span(len(self._ids), length))
             self._ids += [self._tokens.audio] * length
         self._count_up(begin, count)
@@ -249,20 +249,20 @@ class _Sound:
 
     def __init__(self, pieces: Sequence[PreparedMedium], audio: AudioConfig) -> None:
         self._left = [(piece, audio.num_features(piece.grid[1])) for piece in pieces]
-        self.num_taken = 0
+        self.num_placed = 0
         self.num_left = sum(count for _, count in self._left)
 
-    def take(self, count: int) -> Iterator[tuple[PreparedMedium, int]]:
+    def next_features(self, count: int) -> Iterator[tuple[PreparedMedium, int]]:
         """Yield the pieces of the next `count` features, with the number of each."""
-        self.num_taken += count
+        self.num_placed += count
         self.num_left -= count
         while count:
             piece, available = self._left[0]
-            taken = min(count, available)
-            yield piece, taken
-            count -= taken
-            self._left[0] = piece, available - taken
-            if taken == available:
+            placed = min(count, available)
+            yield piece, placed
+            count -= placed
+            self._left[0] = piece, available - placed
+            if placed == available:
                 self._left.pop(0)
 
 

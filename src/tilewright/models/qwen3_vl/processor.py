@@ -64,7 +64,7 @@ def place(
     prompt = _Prompt(merge_size)
     position = 0
     for kind, start, length in runs:
-        medium, is_expanded = waiting[kind].take(), waiting[kind].is_expanded
+        medium, is_expanded = waiting[kind].pop(), waiting[kind].is_expanded
         token_id = placeholders.of_kind[kind]
         prompt.add_text(ids[position:start])
         position = start + length
@@ -95,7 +95,7 @@ class _Waiting:
         self.is_expanded = sum(other == kind for other, _, _ in runs) != len(given)
         self.media = [medium for medium in given for _ in (medium.times_s if self.is_expanded else ()) or (0,)]
 
-    def take(self) -> PreparedMedium:
+    def pop(self) -> PreparedMedium:
         if not self.media:
             raise RequestError(
                 f"the prompt has more placeholders of {self.kind}s than the {self.num_given} given have use for"

@@ -180,7 +180,7 @@ def completion_requests(body: CompletionBody) -> list[EngineRequest]:
     constraint_field, sampling["constraint"] = completion_constraint(body)
     more: dict[str, Any] = {
         "sampling": {name: value for name, value in sampling.items() if value is not None},
-        "wants_prompt": body.echo,
+        "returns_prompt": body.echo,
         "names": {"prompt": "prompt", "constraint": constraint_field},
     }
     return [

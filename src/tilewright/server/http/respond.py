@@ -97,9 +97,9 @@ class ChunkWriter(ABC):
     has_sound = False
 
     def __init__(self, body: SamplingBody) -> None:
-        self._wants_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._includes_usage = body.stream_options is not None and body.stream_options.include_usage
         # With include_usage, all other chunks have "usage": null, as OpenAI's do.
-        self.no_usage: dict[str, None] = {"usage": None} if self._wants_usage else {}
+        self.no_usage: dict[str, None] = {"usage": None} if self._includes_usage else {}
 
     @abstractmethod
     def usage_chunk(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class ChunkWriter(ABC):
 
     def closing_chunks(self) -> Iterator[dict[str, Any]]:
         """Yield the chunks after the last chunk of the answers."""
-        if self._wants_usage:
+        if self._includes_usage:
             yield self.usage_chunk()
 
     def failure_chunks(self, error: ApiError) -> Iterator[dict[str, Any]]:

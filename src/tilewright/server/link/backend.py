@@ -24,7 +24,7 @@ class EngineRequest:
     continue_final_message: bool = False  # the answer continues the last message
     use_audio_in_video: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams
-    wants_prompt: bool = False  # Ended includes the prompt's text
+    returns_prompt: bool = False  # Ended includes the prompt's text
     # The client's names for the prompt and the constraint, for errors.
     names: Mapping[str, str] = field(default_factory=dict)
 

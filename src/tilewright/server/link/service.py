@@ -171,7 +171,7 @@ class _Events:
         )
 
     def _prompt(self) -> str | None:
-        if not self._request.wants_prompt:
+        if not self._request.returns_prompt:
             return None
         if self._request.text is not None:
             return self._request.text
