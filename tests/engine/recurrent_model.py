@@ -14,7 +14,7 @@ from mock_model import EOS, VOCABULARY_SIZE, _choose, check_no_pages_are_held, l
 
 from tilewright.engine.core import EngineCore
 from tilewright.engine.kv.state import StateMemory
-from tilewright.engine.load.assembly import make_executor, step_layout
+from tilewright.engine.load.assembly import make_executor, make_step_layout
 from tilewright.engine.run.inputs import StepInputs
 from tilewright.engine.run.runner import ModelRunner
 from tilewright.engine.schedule.sequence import Sequence
@@ -135,7 +135,7 @@ def recurrent_core(
         for layer in (*states.conv_states, *states.delta_states):
             layer.fill_(float("nan"))
         model, pages = RecurrentModel(vocabulary_size, num_axes), Pages(num_pages, page_size, num_axes)
-        inputs = StepInputs(step_layout(resources, limits, num_axes))
+        inputs = StepInputs(make_step_layout(resources, limits, num_axes))
         buffer = MediaBuffer(1, torch.float32, 1 << 16)
         runner = ModelRunner(model, [pages], inputs, limits, states=states, media_rows=buffer.rows, replay=False)
         return make_executor(resources, runner, buffer)

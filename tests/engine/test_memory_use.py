@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 CHILD = """
 import json, sys
 from tilewright import Engine
-from tilewright.engine.measure.memory import resident
+from tilewright.engine.measure.memory import read_resident
 tiny, large, quantize, caches = sys.argv[1:]
 options = {"kv_memory": "64MB", "max_context": 1024, "dtype": "bfloat16", "speculate": 0}
 def answer(model, quantize, **more):
@@ -29,10 +29,10 @@ def answer(model, quantize, **more):
     engine.generate(prompt_token_ids=[7] * 600, max_tokens=3, temperature=0, ignore_eos=True)
     return engine
 answer(tiny, None, pack_cache=False).close()
-before = resident()
+before = read_resident()
 with answer(large, quantize, pack_cache=caches == "yes") as engine:
     memory = engine.memory()
-    now = resident()
+    now = read_resident()
     found = vars(memory) | {"other_bytes": memory.other_bytes, "from_cache": engine.loaded.report.from_cache}
 print(json.dumps(found | {"grown": now.total - before.total, "grown_file": now.file - before.file}))
 """
@@ -92,8 +92,8 @@ def test_pages_that_were_never_handed_out_are_not_counted():
 
 def test_what_is_resident_is_told_by_kind():
     """In a process of its own, where nothing that tests before left behind is freed meanwhile."""
-    imports = "from tilewright.engine.measure.memory import resident;"
-    code = f"{imports} a = resident(); held = b'1' * {64 * MIB}; b = resident(); print(*a, *b)"
+    imports = "from tilewright.engine.measure.memory import read_resident;"
+    code = f"{imports} a = read_resident(); held = b'1' * {64 * MIB}; b = read_resident(); print(*a, *b)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     total, file, total_then, file_then = map(int, done.stdout.split())
     # Pages of files may be taken back by the system at any time, and are no part of what was allocated.

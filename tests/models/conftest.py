@@ -6,7 +6,7 @@ import tiny
 import tiny_qwen3_5
 import torch
 
-from tilewright.engine.load.assembly import build_resources, make_executor, step_layout
+from tilewright.engine.load.assembly import build_resources, make_executor, make_step_layout
 from tilewright.engine.run.inputs import StepInputs
 from tilewright.engine.run.runner import ModelRunner
 from tilewright.engine.schedule.step import StepLimits
@@ -77,7 +77,7 @@ def make_runner():
         runner = ModelRunner(
             model,
             caches(model.kv_spec),
-            StepInputs(step_layout(resources, limits, model.num_position_axes)),
+            StepInputs(make_step_layout(resources, limits, model.num_position_axes)),
             limits,
             cross_caches=caches(model.cross_spec) if model.cross_spec else [],
             media_rows=buffer.rows,

@@ -13,7 +13,7 @@ from tilewright.engine.speech.scheduler import MAX_PROMPT_ROWS, SpeechScheduler
 from tilewright.engine.speech.sequence import SpeechParams, SpeechSequence
 from tilewright.models.qwen3_omni.code2wav import Code2Wav
 from tilewright.models.qwen3_omni.config import OmniConfig
-from tilewright.models.qwen3_omni.talker import Talker, talker_prompt
+from tilewright.models.qwen3_omni.talker import Talker, make_talker_prompt
 from tilewright.ops.embedding import embedding
 from tilewright.types import ContextLengthExceeded, RequestError
 
@@ -109,7 +109,7 @@ def make_scheduler(num_pages=64, dtype=torch.float32, replay=True):
 
 def make_sequence(token_ids, theirs, params, speaker="ann", seed=0):
     own = config()
-    prompt = talker_prompt(
+    prompt = make_talker_prompt(
         token_ids, theirs.positions.numpy(), own.turns, own.talker.codec, own.talker.speakers[speaker], MEDIA
     )
     speech = SpeechSequence(prompt, own.turns.tts_eos, own.turns.tts_pad, params, seed)

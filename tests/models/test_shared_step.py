@@ -14,7 +14,7 @@ from step_worker import Sizes, make_runner, serve, shared_inputs
 
 from tilewright.engine.core import EngineCore
 from tilewright.engine.draft.drafter import PromptLookupDrafter
-from tilewright.engine.load.assembly import build_resources, step_layout
+from tilewright.engine.load.assembly import build_resources, make_step_layout
 from tilewright.engine.run.executor import Executor
 from tilewright.engine.run.writer import StepWriter
 from tilewright.engine.sample.sampler import Sampler
@@ -88,7 +88,7 @@ def test_another_process_computes_the_same_from_shared_memory(family, networks, 
         num_state_slots=sizes.num_state_slots or None,
         encoder_cache_bytes=1,  # features are dropped as soon as nobody reads them
     )
-    layout = step_layout(resources, LIMITS, model.num_position_axes)
+    layout = make_step_layout(resources, LIMITS, model.num_position_axes)
     fd = os.memfd_create("step")
     os.ftruncate(fd, layout.size_bytes)
     media = resources.media

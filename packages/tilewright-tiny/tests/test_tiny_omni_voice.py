@@ -160,7 +160,7 @@ def spoken(engine, monkeypatch):
 
     def ask(messages, **options):
         params = SpeechParams(temperature=0.0, max_frames=MAX_FRAMES)
-        monkeypatch.setattr("tilewright.engine.speech.scheduler.speech_params", lambda _: params)
+        monkeypatch.setattr("tilewright.engine.speech.scheduler.make_speech_params", lambda _: params)
         sequences, scheduler = [], engine.loop.core.speech
         add = scheduler.add
         monkeypatch.setattr(scheduler, "add", lambda speech, answer: (sequences.append(speech), add(speech, answer)))

@@ -23,7 +23,7 @@ from tilewright.engine.load.assembly import build_core
 from tilewright.engine.load.loading import AUTO, LoadedModel, choose_format, load_model
 from tilewright.engine.loop import EngineLoop
 from tilewright.engine.measure.costs import Costs, costs_of
-from tilewright.engine.measure.memory import MemoryUse, kv_bytes, resident, split_memory
+from tilewright.engine.measure.memory import MemoryUse, kv_bytes, read_resident, split_memory
 from tilewright.engine.measure.stats import Stats
 from tilewright.engine.media.features import encode_now, features_part
 from tilewright.engine.options import EngineOptions
@@ -375,7 +375,7 @@ class Engine:
         pools += [(spec.in_window(window), cache.pool) for window, cache in windows.items()]
         page_bytes = [(self._bytes_per_token(part) * pool.page_size, pool) for part, pool in pools]
         weight_bytes = sum(self.loaded.report.bytes_by_format.values())
-        now = resident()
+        now = read_resident()
         return MemoryUse(
             weight_bytes=weight_bytes,
             mapped_weight_bytes=weight_bytes if self.loaded.report.from_cache else 0,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.models.qwen3_omni.config import AudioConfig, CodecTokens, TurnTokens
-from tilewright.models.qwen3_omni.talker import talker_prompt
+from tilewright.models.qwen3_omni.talker import make_talker_prompt
 from training.loop import Average, add_network_options, check_finite, learning_rate_at, tell, training_parser
 from training.shards import read_weights, write_weights
 from training.tiny_omni.batches import MAX_SECONDS as MAX_HEARD_S
@@ -90,7 +90,7 @@ class Sayings:
         ids = [*context, *self.header]
         positions = torch.arange(len(ids)).expand(3, -1).numpy()
         speaker = SPEAKER_IDS[next(iter(VOICES))]
-        prompt = talker_prompt(ids, positions, self.turns, self.codec, speaker, self.media)
+        prompt = make_talker_prompt(ids, positions, self.turns, self.codec, speaker, self.media)
         text_ids = torch.tensor(prompt.text_ids, device=self.device).expand(len(chosen), -1)
         codec_ids = torch.full((prompt.num_rows + longest,), -1)
         codec_ids[prompt.num_plain_rows : prompt.num_rows] = torch.tensor(prompt.codec_ids)

@@ -83,8 +83,13 @@ class CompileSandbox:
     def _start(self) -> Child:
         try:
             # A crash shows as the missing answer: nothing that the process prints is of use.
-            silent = {"output": subprocess.DEVNULL, "errors": subprocess.DEVNULL}
-            process = Child(f"{__name__}:serve", {}, max_bytes=MAX_ANSWER_BYTES, **silent)
+            process = Child(
+                f"{__name__}:serve",
+                {},
+                max_bytes=MAX_ANSWER_BYTES,
+                output=subprocess.DEVNULL,
+                errors=subprocess.DEVNULL,
+            )
         except OSError as error:  # too many processes or open files
             raise TransientError(f"the process that tries constraints cannot be started: {error}") from error
         self._finalizer = weakref.finalize(self, process.end)

@@ -171,7 +171,7 @@ def build_resources(
     return SequenceResources(KvCacheManager(pool, prefixes), media, states, windows)
 
 
-def step_layout(resources: SequenceResources, limits: StepLimits, num_axes: int) -> StepLayout:
+def make_step_layout(resources: SequenceResources, limits: StepLimits, num_axes: int) -> StepLayout:
     """Return the layout of steps over these resources in a buffer."""
     pool, cross_cache = resources.kv.pool, resources.media.cross_cache
     return StepLayout(

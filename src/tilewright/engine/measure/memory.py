@@ -196,7 +196,7 @@ class Resident(NamedTuple):
     file: int = 0  # pages of files, shared with other processes or not
 
 
-def resident() -> Resident:
+def read_resident() -> Resident:
     """Return the resident memory of this process; zeros if the system does not report it."""
     try:
         text = _ROLLUP.read_text()

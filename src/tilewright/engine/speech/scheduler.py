@@ -69,7 +69,7 @@ class SpeechScheduler:
         assert params.voice is not None
         model = self.model
         prompt = model.prompt(inputs, find_voice(params.voice, model.voices))
-        speech = SpeechSequence(prompt, model.text_eos_id, model.text_pad_id, speech_params(params))
+        speech = SpeechSequence(prompt, model.text_eos_id, model.text_pad_id, make_speech_params(params))
         self.check(speech)
         return speech
 
@@ -227,6 +227,6 @@ class SpeechScheduler:
         return [result for piece in pieces for result in self._samples([piece])]
 
 
-def speech_params(params: SamplingParams) -> SpeechParams:
+def make_speech_params(params: SamplingParams) -> SpeechParams:
     """Return how codes are sampled: as recommended, or greedily where the text's tokens are."""
     return SpeechParams(temperature=0.0) if params.temperature == 0 else SpeechParams()

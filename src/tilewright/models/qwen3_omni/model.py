@@ -12,7 +12,7 @@ from tilewright.models.qwen3_omni.audio import AudioTower
 from tilewright.models.qwen3_omni.code2wav import Code2Wav
 from tilewright.models.qwen3_omni.config import CODE2WAV, MODEL_TYPE, TALKER, THINKER, OmniConfig, ThinkerConfig
 from tilewright.models.qwen3_omni.processor import OmniProcessor
-from tilewright.models.qwen3_omni.talker import Embed, Talker, TalkerPrompt, talker_prompt
+from tilewright.models.qwen3_omni.talker import Embed, Talker, TalkerPrompt, make_talker_prompt
 from tilewright.models.qwen3_vl.vision import VisionTower
 from tilewright.models.text import DecoderModel
 from tilewright.models.text_config import Config, Shapes, table
@@ -81,7 +81,7 @@ class SpeechModel:
     def prompt(self, inputs: ModelInputs, voice: str) -> TalkerPrompt:
         """Return the talker's prompt for an answer that is spoken by `voice`, one of `voices`."""
         speaker = self.speakers[voice]
-        return talker_prompt(inputs.token_ids, inputs.positions, self.turns, self.codec, speaker, self.media_ids)
+        return make_talker_prompt(inputs.token_ids, inputs.positions, self.turns, self.codec, speaker, self.media_ids)
 
 
 def build_speech(config: Config, shapes: Shapes, *, owns_embeddings: bool) -> SpeechModel | None:

@@ -86,7 +86,7 @@ class TalkerPrompt:
         return int(self.positions[:, -1].max()) + 1
 
 
-def talker_prompt(
+def make_talker_prompt(
     token_ids: Sequence[int],
     positions: np.ndarray,
     turns: TurnTokens,

@@ -75,7 +75,7 @@ class ChatWriter(ChunkWriter):
 
     def _add_chunk(self, event: AnswerDelta) -> Iterator[dict[str, Any]]:
         if event.index not in self._choices:
-            parser = output_parser(self._body, self._model, self._opens_reasoning)
+            parser = make_output_parser(self._body, self._model, self._opens_reasoning)
             audio = ChatAudio(self._body.audio_format) if self._body.is_spoken else None
             self._choices[event.index] = _Choice(parser, audio)
             yield self._chunk([_delta(event.index, {"role": "assistant", "content": ""})])
@@ -157,7 +157,7 @@ class _Choice:
         self._arguments[call.index].append(call.arguments)
 
 
-def output_parser(body: ChatBody, model: ModelInfo, opens_reasoning: bool) -> OutputParser:
+def make_output_parser(body: ChatBody, model: ModelInfo, opens_reasoning: bool) -> OutputParser:
     """Return a parser that splits the text of one answer into reasoning, content and tool calls."""
     return OutputParser(
         tool_syntax=tool_syntax_of(model.template) if model.template and body.tools_in_use else None,

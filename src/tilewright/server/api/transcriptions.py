@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from tilewright.inputs.media import MediaLimits, check_bytes
 from tilewright.server.api.bodies import ChatBody, GenerationBody, MessageBody
-from tilewright.server.api.chat import output_parser, usage
+from tilewright.server.api.chat import make_output_parser, usage
 from tilewright.server.api.fields import NO_TIMES, TRANSCRIPTION
 from tilewright.server.api.requests import chat_request
 from tilewright.server.http.bodies import is_multipart, parse_multipart
@@ -143,7 +143,7 @@ class TranscriptionWriter:
 
     def add(self, prompt_index: int, event: Started | AnswerDelta | Ended) -> Iterator[dict[str, Any]]:
         if isinstance(event, Started):
-            self._parser = output_parser(self._chat, self._model, event.opens_reasoning)
+            self._parser = make_output_parser(self._chat, self._model, event.opens_reasoning)
         elif isinstance(event, Ended):
             self._ended = event
         else:

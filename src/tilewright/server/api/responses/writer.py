@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from tilewright.server.api.bodies import ChatBody
-from tilewright.server.api.chat import output_parser, usage
+from tilewright.server.api.chat import make_output_parser, usage
 from tilewright.server.api.responses.request import ResponseHistory
 from tilewright.server.http.errors import ApiError
 from tilewright.server.link.backend import AnswerDelta, Ended, ModelInfo, Started
@@ -318,7 +318,7 @@ class ResponsesWriter:
     def add(self, prompt_index: int, event: Started | AnswerDelta | Ended) -> Iterator[dict[str, Any]]:
         """Record an event of the engine and yield its stream events."""
         if isinstance(event, Started):
-            self._parser = output_parser(self._chat, self._model, event.opens_reasoning)
+            self._parser = make_output_parser(self._chat, self._model, event.opens_reasoning)
             yield from self._builder.begin()
         elif isinstance(event, AnswerDelta):
             assert self._parser is not None, "a delta came before Started"
