@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sources import CSRC, FUNCTIONS, PACKAGE, ROOT, cpp_files, parse, python_files
 
+from tilewright.diffusion.options import DiffusionOptions
 from tilewright.engine.options import EngineOptions
 from tilewright.options import declared
 
@@ -49,9 +50,11 @@ class CodeNames:
             for definition in definitions_of_name:
                 self._words |= definition.members | definition.parameters
         # Declared options are flags, and parameters of the class that takes them.
-        self._flags = {option.flag for option in declared(EngineOptions) if option.about.has_flag}
-        for definition in self.by_name["Engine"]:
-            definition.parameters |= {option.name for option in declared(EngineOptions)}
+        options = {"Engine": [*declared(EngineOptions)], "Diffusion": [*declared(DiffusionOptions)]}
+        self._flags = {item.flag for items in options.values() for item in items if item.about.has_flag}
+        for name, items in options.items():
+            for definition in self.by_name[name]:
+                definition.parameters |= {item.name for item in items}
         self._verbatim = "\n".join(path.read_text() for path in [*cpp_files(), *python_files()])
 
     @staticmethod

@@ -8,8 +8,10 @@ import pytest
 from sources import ROOT
 
 import tilewright
+from tilewright.diffusion.options import DiffusionOptions
 from tilewright.engine.options import EngineOptions
 from tilewright.flags import engine as engine_flags
+from tilewright.flags.options import add_options, given_options
 from tilewright.inputs.media import MediaLimits
 from tilewright.options import declared, table
 
@@ -79,17 +81,30 @@ def test_values_that_a_flag_does_not_take(words, fault, capsys):
     assert fault in capsys.readouterr().err
 
 
-def test_python_knows_the_same_options():
-    model, *keywords = inspect.signature(tilewright.Engine).parameters.values()
+@pytest.mark.parametrize(
+    ("user", "options"), [(tilewright.Engine, EngineOptions), (tilewright.Diffusion, DiffusionOptions)]
+)
+def test_python_knows_the_same_options(user, options):
+    model, *keywords = inspect.signature(user).parameters.values()
     assert model.name == "model" and model.default is None
-    defaults = vars(EngineOptions())
+    defaults = vars(options())
     assert {item.name: item.default for item in keywords} == defaults
-    assert all(name in tilewright.Engine.__doc__ for name in defaults)
+    assert all(name in user.__doc__ for name in defaults)
 
 
 def test_an_unknown_option_is_refused_with_the_nearest():
     with pytest.raises(TypeError, match=r"Engine has no option 'quantise'; did you mean quantize\?"):
         tilewright.Engine(quantise="int8")
+    with pytest.raises(TypeError, match=r"Diffusion has no option 'low_mem'; did you mean low_memory\?"):
+        tilewright.Diffusion(low_mem=True)
+
+
+def test_options_of_another_s_flags_have_a_prefix():
+    made = argparse.ArgumentParser()
+    add_options(made, DiffusionOptions, names=("tp", "low_memory"), prefix="image")
+    given = made.parse_args(["--image-tp", "2", "--image-low-memory"])
+    assert vars(given) == {"image_tp": 2, "image_low_memory": True}
+    assert given_options(DiffusionOptions, given, names=("tp",), prefix="image") == {"tp": 2}
 
 
 def test_other_processes_get_them_as_json():
@@ -97,6 +112,7 @@ def test_other_processes_get_them_as_json():
         assert EngineOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
 
 
-def test_the_page_has_the_table():
-    expected = "\n".join(table(EngineOptions))
+@pytest.mark.parametrize("options", [EngineOptions, DiffusionOptions])
+def test_the_page_has_the_table(options):
+    expected = "\n".join(table(options))
     assert expected in PAGE.read_text(), f"docs/install.md has another table than this:\n{expected}"

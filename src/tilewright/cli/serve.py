@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright import config
+from tilewright.diffusion.options import DiffusionOptions
 from tilewright.flags import diffusion, engine, replicas
-from tilewright.flags.options import natural, positive
+from tilewright.flags.options import add_options, given_options, natural, positive
 from tilewright.host import files
 from tilewright.host.memory import parse_bytes, require_start
 from tilewright.process import run_loop
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from tilewright.server.replicas.backend import ReplicaBackend
 
 DRAIN_S = 60.0
+_IMAGE_OPTIONS = ("tp", "low_memory", "stream_layers")  # the image model's own; it shares others with the engine
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -223,12 +225,7 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--image-threads", type=positive, metavar="N",
         help="threads that make images (default: one per CPU, at a lower priority than chat)",
     )  # fmt: skip
-    text = "processes that the model for images is split over, one per NUMA node (default 1)"
-    parser.add_argument("--image-tp", type=positive, metavar="N", help=text)
-    text = "keep only one of its text encoder, transformer and VAE in memory at a time"
-    parser.add_argument("--image-low-memory", action="store_const", const=True, help=text)
-    text = "memory for its layers, such as 4GB; the others are read from disk in every step (default: all)"
-    parser.add_argument("--image-stream-layers", metavar="SIZE", help=text)
+    add_options(parser, DiffusionOptions, names=_IMAGE_OPTIONS, prefix="image")
     parser.add_argument("--host", default=HOST, help=f"address to listen on (default {HOST}: local clients only)")
     parser.add_argument("--port", type=natural, default=PORT, help=f"default {PORT}; 0: any free one")
     parser.add_argument("--name", help="the model's name for clients (default: its folder's name)")
@@ -300,9 +297,8 @@ def _diffusion(options: argparse.Namespace, model: str, settings: ServerSettings
     """Return the diffusion worker, whose process the first request starts."""
     from tilewright.server.link.diffusion import DiffusionBackend
 
-    shared = {name: getattr(options, name) for name in ("dtype", "device", "backend", "pack_cache")}
-    shared |= {name: getattr(options, f"image_{name}") for name in ("tp", "low_memory", "stream_layers")}
-    given = {name: value for name, value in shared.items() if value is not None}
+    given = given_options(DiffusionOptions, options, names=("dtype", "device", "backend", "pack_cache"))
+    given |= given_options(DiffusionOptions, options, names=_IMAGE_OPTIONS, prefix="image")
     return DiffusionBackend(
         embedded.name_of(model),
         {"model": model, **given},

@@ -18,6 +18,7 @@ from torch import Tensor
 from tilewright import config
 from tilewright.diffusion.components import Components, pipeline_folder
 from tilewright.diffusion.expected import Expected, PastTimes, Work, estimated
+from tilewright.diffusion.options import DiffusionOptions
 from tilewright.diffusion.params import GenerationParams, Limits, PipelineTimings
 from tilewright.diffusion.pipeline import OnStep, PipelineResult, ignore_step
 from tilewright.diffusion.pipelines import open_pipeline
@@ -28,6 +29,7 @@ from tilewright.ops import backend as ops_backend
 from tilewright.ops import platform
 from tilewright.ops.native import kernels
 from tilewright.ops.platform import Platform
+from tilewright.options import check_names, described, signature
 from tilewright.weights import embedded
 
 _log = logging.getLogger(__name__)
@@ -55,62 +57,42 @@ class Generated:
 
 
 class Diffusion:
-    """A pipeline that generates images, one request at a time.
+    __doc__ = f"""A pipeline that generates images, one request at a time.
 
         with Diffusion("path/to/Z-Image-Turbo") as diffusion:
             diffusion.generate("a lighthouse at dusk", seed=7).images[0].save("lighthouse.png")
 
-    `model` is a folder in diffusers' layout or a hub id; None: the small model of the package.
+    `model` is a folder in diffusers' layout or a hub id; None: the small model of the package. The options:
 
-    dtype        "auto" (each component as it is stored), "bfloat16" or "float32"
-    tp           ranks that the networks are split over, each a process with its own cores and memory
-                 (docs/parallel.md)
-    cpu_binding  the CPUs of each rank, such as "0-7|8-15"; None: those of one NUMA node each
-    device       "cpu", or a GPU: "cuda", "cuda:1" (docs/devices.md)
-    backend      "native": the kernels; "torch": the same ops in plain torch, to compare with (docs/devices.md); None:
-                 the kernels on a CPU, torch on a GPU
-    low_memory   text encoder, transformer and VAE are mapped and released in turn: at most the largest is in memory
-    stream_layers  bytes, such as "4GB", that the layers of a network may take: the others are read from the pack cache
-                 as they compute, in every step; None: all stay in memory
-    pack_cache   whether packed weights and durations are cached on disk for the next start
-    progress     whether loading shows a progress bar
+{described(DiffusionOptions)}
     """
+    __signature__ = signature(DiffusionOptions, model=None)
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        dtype: str = "auto",
-        tp: int = 1,
-        cpu_binding: str | None = None,
-        device: str = "cpu",
-        backend: str | None = None,
-        low_memory: bool = False,
-        stream_layers: int | str | None = None,
-        pack_cache: bool = True,
-        progress: bool = False,
-    ) -> None:
-        self.platform = platform.resolve(device, backend, streams_layers=stream_layers is not None)
-        self.platform.require_one_rank(tp)
-        layer_bytes = None if stream_layers is None else parse_bytes(stream_layers)
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        check_names("Diffusion", options, DiffusionOptions)
+        own = DiffusionOptions(**options)
+        self.platform = platform.resolve(own.device, own.backend, streams_layers=own.stream_layers is not None)
+        self.platform.require_one_rank(own.tp)
+        layer_bytes = None if own.stream_layers is None else parse_bytes(own.stream_layers)
         path = pipeline_folder(embedded.path("tiny_draw") if model is None else model)
         self.name = embedded.name_of(path if model is None else model)
         self._lock = threading.Lock()
-        folder = config.current().cache_dir if pack_cache else None
-        how = f"{dtype}, tp {tp}, {low_memory=}, {layer_bytes=}, {self.platform.backend}, {self.platform.device}"
+        folder = config.current().cache_dir if own.pack_cache else None
+        how = f"{own.dtype}, tp {own.tp}, low_memory={own.low_memory}, {layer_bytes=}, "
+        how += f"{self.platform.backend}, {self.platform.device}"
         self._times = PastTimes(folder, f"{self.name}, {how}, {_machine()}")
         self._operations_per_s: float | None = None  # measured on first use
-        options: dict[str, Any] = {"dtype": dtype, "low_memory": low_memory, "pack_cache": pack_cache}
-        options["stream_layers"] = layer_bytes
+        loading: dict[str, Any] = {name: getattr(own, name) for name in ("dtype", "low_memory", "pack_cache")}
+        loading["stream_layers"] = layer_bytes
         self._ranks = (
             None
-            if check_size(tp) == 1
-            else DiffusionRanks(tp, {"model": str(path), **options}, self.platform, cpu_binding)
+            if check_size(own.tp) == 1
+            else DiffusionRanks(own.tp, {"model": str(path), **loading}, self.platform, own.cpu_binding)
         )
         try:
             with self._computing():
                 group = None if self._ranks is None else self._ranks.group
-                self.pipeline = open_pipeline(path, progress=progress, group=group, **options)
+                self.pipeline = open_pipeline(path, progress=own.progress, group=group, **loading)
                 _warn_of_size(self.pipeline.components, self.platform)
         except BaseException:
             self._close_ranks()

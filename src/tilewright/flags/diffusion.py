@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from tilewright.diffusion.options import DiffusionOptions
 from tilewright.flags.engine import add_model_argument, check_file
-from tilewright.flags.options import positive
+from tilewright.flags.options import add_options, given_options, positive
 from tilewright.host import files
 from tilewright.host.files import CheckpointError
 from tilewright.host.memory import explained_shortage, require_start
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
     from tilewright.diffusion.diffusion import Diffusion, Generated
     from tilewright.diffusion.params import GenerationParams
-
-_MODEL_OPTIONS = ("dtype", "tp", "cpu_binding", "device", "backend", "low_memory", "stream_layers", "pack_cache")
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,20 +52,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser, text)
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress, no times, no notices")
     group = parser.add_argument_group("model")
-    text = "keep only one of text encoder, transformer and VAE in memory at a time"
-    group.add_argument("--low-memory", action="store_const", const=True, help=text)
-    text = "memory for the layers of a network, such as 4GB; the others are read from disk in every step (default: all)"
-    group.add_argument("--stream-layers", metavar="SIZE", help=text)
-    group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: as stored")
-    group.add_argument("--device", metavar="NAME", help="cpu, or a GPU: cuda, cuda:1 (default cpu)")
-    text = "what computes on a CPU: Tilewright's kernels (default), or plain torch, slowly, for comparison"
-    group.add_argument("--backend", choices=("native", "torch"), help=text)
-    text = "processes that the model is split over, one per NUMA node (default 1)"
-    group.add_argument("--tp", type=positive, metavar="N", help=text)
-    text = 'CPUs of each process, such as "0-7|8-15" (default: those of its NUMA node)'
-    group.add_argument("--cpu-binding", metavar="LISTS", help=text)
-    text = "do not keep packed weights on disk for the next start"
-    group.add_argument("--no-pack-cache", dest="pack_cache", action="store_const", const=False, help=text)
+    add_options(group, DiffusionOptions)
     text = "skip blocks in steps that change less than this: faster, other images (default 0: none; try 0.1)"
     group.add_argument("--step-cache", type=float, metavar="T", help=text)
     text = "guide only this part of the denoising, such as 0-0.8: faster (default: all of it)"
@@ -96,7 +82,7 @@ def read_prompt(given: str) -> str:
 
 def open_model(options: argparse.Namespace) -> Diffusion:
     """Open the model of the flags; raise RequestError if it cannot be loaded."""
-    given = {name: value for name in _MODEL_OPTIONS if (value := getattr(options, name)) is not None}
+    given = given_options(DiffusionOptions, options)
     require_start(_name(options))
     try:
         with explained_shortage(_name(options)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from tilewright.options import Option, declared
@@ -12,26 +12,46 @@ from tilewright.options import Option, declared
 Group = Any
 
 
-def add_options(group: Group, options: type[Any], defaults: Mapping[str, Any] | None = None) -> None:
-    """Add a flag for each option that has one; its default is None, or the command's own in `defaults`."""
-    for option in declared(options):
-        if not option.about.has_flag:
-            continue
+def add_options(
+    group: Group,
+    options: type[Any],
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    names: Collection[str] | None = None,
+    prefix: str = "",
+) -> None:
+    """Add a flag for each option that has one, or for those in `names`; its default is None, or the command's own.
+
+    With the `prefix` image, `tp` is --image-tp and `image_tp`, and its help says that it is about the image model.
+    """
+    for option in _with_flag(options, names):
         own = (defaults or {}).get(option.name)
-        # argparse formats % in help.
-        how: dict[str, Any] = {"dest": option.name, "default": own, "help": option.help(own).replace("%", "%%")}
+        flag = f"--{prefix}-{option.flag[2:]}" if prefix else option.flag
+        text = f"{prefix} model: {option.help(own)}" if prefix else option.help(own)
+        how: dict[str, Any] = {"dest": _dest(option, prefix), "default": own}
+        how["help"] = text.replace("%", "%%")  # argparse formats % in help
         if option.is_switch:
-            group.add_argument(option.flag, action="store_const", const=not option.default, **how)
+            group.add_argument(flag, action="store_const", const=not option.default, **how)
         else:
             about = option.about
             how |= {"choices": about.choices} if about.choices else {"metavar": about.metavar}
-            group.add_argument(option.flag, type=_parser(option), **how)
+            group.add_argument(flag, type=_parser(option), **how)
 
 
-def given_options(options: type[Any], namespace: argparse.Namespace) -> dict[str, Any]:
+def given_options(
+    options: type[Any], namespace: argparse.Namespace, *, names: Collection[str] | None = None, prefix: str = ""
+) -> dict[str, Any]:
     """Return the options that a command line gives, by name."""
-    names = [option.name for option in declared(options) if option.about.has_flag]
-    return {name: value for name in names if (value := getattr(namespace, name)) is not None}
+    found = {option.name: getattr(namespace, _dest(option, prefix)) for option in _with_flag(options, names)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _with_flag(options: type[Any], names: Collection[str] | None) -> list[Option]:
+    return [option for option in declared(options) if option.about.has_flag and (names is None or option.name in names)]
+
+
+def _dest(option: Option, prefix: str) -> str:
+    return f"{prefix}_{option.name}" if prefix else option.name
 
 
 def _parser(option: Option) -> Callable[[str], Any]:
