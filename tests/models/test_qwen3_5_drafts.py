@@ -203,6 +203,13 @@ def spy_on_passes(drafts):
     return found
 
 
+def plans_of(drafter, monkeypatch):
+    """The drafter's plans from now on, one for each step with chunks."""
+    plans, plan = [], drafter.plan
+    monkeypatch.setattr(drafter, "plan", lambda step: plans.append(plan(step)) or plans[-1])
+    return plans
+
+
 def by_hand(model, inputs, num_tokens, num_drafts):
     """The logits of drafts after so many tokens of a prompt, all of it computed anew in one piece."""
     hands = Hands(model)
@@ -210,7 +217,9 @@ def by_hand(model, inputs, num_tokens, num_drafts):
     batch = hands.batch([(going, num_tokens - 1)])
     _, hidden = model.forward_with_hidden(batch)
     following = torch.tensor(inputs.token_ids[1:num_tokens])
-    media = [dataclasses.replace(run, rows_M=run.rows_M - 1) for run in hands.batch([(going, going.num_left)]).media]
+    media = [
+        dataclasses.replace(run, rows_M=run.rows_M - 1) for run in hands.batch([(going, going.num_left)]).feature_runs
+    ]
     logits, states = model.draft(following, hidden, batch, media)
     found = [logits[-1:]]
     going.num_done = num_tokens - 1
@@ -230,8 +239,7 @@ def test_prompts_alone_are_read_while_drafting_pauses(load_foreseen, networks, m
     paused, expected = Answers(model, torch.float32, drafts=3), Answers(model, torch.float32).to([inputs], GREEDY)
     paused.drafter.policy = Always(None)
     draft_inputs, draft = [], paused.core.runner.draft
-    plans, plan = [], paused.drafter.plan
-    monkeypatch.setattr(paused.drafter, "plan", lambda step: plans.append(plan(step)) or plans[-1])
+    plans = plans_of(paused.drafter, monkeypatch)
     monkeypatch.setattr(paused.core.runner, "draft", lambda items: draft_inputs.extend(items) or draft(items))
     assert paused.to([inputs], GREEDY) == expected
     assert sum(item.num_tokens for item in draft_inputs) == len(inputs.token_ids)
@@ -267,6 +275,7 @@ def test_drafts_are_made_over_keys_that_were_read(options, load_foreseen, networ
     )
     answers = Answers(model, torch.float32, drafts=3, page_size=32, **options)
     unread_until_read(answers.core.runner)
+    plans = plans_of(answers.drafter, monkeypatch)
     logits_of_passes = spy_on_passes(answers.core.runner.model_runner._drafts)
     chance, num_left_alone = random.Random(5), 0
     for _ in range(4):
@@ -276,7 +285,7 @@ def test_drafts_are_made_over_keys_that_were_read(options, load_foreseen, networ
                 answers.drafter.policy = Always(chance.choice((None, 0, 1, 3)))
             answers.core.step()
             if answers.drafter.policy.num_drafts is not None:
-                num_left_alone += answers.drafter._is_read.count(False)
+                num_left_alone += plans[-1].is_read.count(False)
         assert [sequence.output_token_ids for sequence in sequences] == expected
     assert len(logits_of_passes) > 20 and num_left_alone > 20
     assert all(bool(logits.isfinite().all()) for logits in logits_of_passes)

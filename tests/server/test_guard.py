@@ -323,7 +323,7 @@ def test_a_client_that_leaves_during_a_fetch_frees_its_place(scripted, monkeypat
     with pytest.raises(openai.APITimeoutError):
         running.client(timeout=0.3).chat.completions.create(model="", **BODY)
     assert is_cancelled.wait(20)
-    wait_until(lambda: running.handler._admission.num_answers == 0)
+    wait_until(lambda: running.handler.served.text_models[0].admission.num_answers == 0)
 
 
 def test_what_is_fetched_counts_as_held(scripted, monkeypatch):

@@ -115,7 +115,7 @@ def test_a_long_prompt_keeps_no_short_one_waiting(chat_engine, chat_server, monk
     assert began.wait(30)
     assert _ask(client, "short").choices
     left.join(30)
-    wait_until(lambda: chat_server.handler._admission.num_answers == 0)
+    wait_until(lambda: chat_server.handler.served.text_models[0].admission.num_answers == 0)
     may_go_on.set()
     wait_until(lambda: chat_engine.stats().num_preparing == 0)
     assert len(pieces) == 1

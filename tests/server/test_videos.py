@@ -15,7 +15,6 @@ from fake_diffusion import NAME, fake_backend
 from page_browser import png
 from test_images import WAIT_S, metric, until
 
-from tilewright.diffusion.requests import DiffusionRequest
 from tilewright.server.api.images import jobs as videos
 from tilewright.server.api.images.jobs import ResultStore
 
@@ -109,9 +108,9 @@ def test_deleting_cancels_what_is_under_way(serve, gate):
 
 def test_deleting_gives_back_what_the_request_holds_once():
     released = []
-    jobs = videos.VideoJobs(lambda request, listener, expected_s: lambda: None, ResultStore())
+    jobs = videos.VideoJobs(ResultStore())
     job = videos.VideoJob(NAME, "turn", "auto", "auto")
-    jobs.create(job, DiffusionRequest("turn"), lambda: released.append(job.id))
+    jobs.create(job, lambda listener, expected_s: lambda: None, lambda: released.append(job.id))
     jobs.delete(job.id)
     jobs.close()
     assert released == [job.id]
