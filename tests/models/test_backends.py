@@ -9,7 +9,6 @@ import tiny
 import tiny_checkpoint
 import torch
 from core_answers import CoreAnswers
-from hand_batches import Hands
 from PIL import Image, ImageDraw
 from test_parity import logits_of, prompts_for, relative
 
@@ -32,18 +31,6 @@ def test_fp32_logits_are_those_of_the_kernels(name, networks, models, make_runne
             found[backend_name] = logits_of(make_runner(models(name, torch.float32)), prompts, 37)
     for ours, plain in zip(found["native"], found["torch"], strict=True):
         assert relative(plain, ours) < 1e-4
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
-def test_fp32_logits_of_recurrent_layers(name, networks, models):
-    hf, _ = networks(name)
-    prompts = [tiny.text_prompt(70, 1, num_axes=3), tiny.media_prompt(hf, [("image", (1, 6, 8))], 2)]
-    for prompt in prompts:
-        found = {}
-        for backend_name in backend.NAMES:
-            with backend.use(backend_name):
-                found[backend_name] = Hands(models(name, torch.float32)).run(prompt.inputs, (33, 1, 1, 20))
-        assert relative(found["torch"], found["native"]) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "mllama", "qwen3_5", "qwen3"])

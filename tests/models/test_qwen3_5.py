@@ -16,7 +16,6 @@ from test_parity import expected, relative, rms
 
 from tilewright.models.registry import family_of
 from tilewright.ops import backend
-from tilewright.ops.plan import Arena, Plan
 from tilewright.weights.checkpoint import open_checkpoint
 from tilewright.weights.load import load
 
@@ -64,42 +63,11 @@ def test_bf16_is_as_close_to_the_truth_as_transformers(name, models, truths):
     assert rms(torch.cat(ours)) <= 1.25 * rms(torch.cat(theirs))
 
 
-@pytest.mark.parametrize("size", [1, 13, 63, 64])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_prompt_cut_into_chunks_is_the_whole(name, models, truths, size):
-    model = models(name, torch.float32)
-    for prompt, wanted in truths(name)[:-2]:  # one long text is enough
-        assert agree(Hands(model).run(prompt.inputs, (size,)), wanted)
-
-
 @settings(max_examples=num_cases(10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(1, 80), min_size=1, max_size=6), index=st.integers(0, 3))
 def test_a_prompt_cut_anywhere_is_the_whole(models, truths, sizes, index):
     prompt, wanted = truths("qwen3_5")[index]
     assert agree(Hands(models("qwen3_5", torch.float32)).run(prompt.inputs, sizes), wanted)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_neighbours_change_nothing(name, models, networks, dtype):
-    """One decodes while others are in prefill, unlike in length and place: the bits are those of each alone."""
-    model = models(name, dtype)
-    prompts = [prompt.inputs for prompt in tiny_qwen3_5.prompts_for(name, networks(name)[0])]
-    sizes = [(9, 1), (70,), (5, 17), (40, 2)][: len(prompts)]
-    alone = [Hands(model, dtype).run(inputs, cut) for inputs, cut in zip(prompts, sizes, strict=True)]
-    hands = Hands(model, dtype)
-    going = [hands.start(inputs) for inputs in prompts]
-    rows, turn = [[] for _ in prompts], 0
-    while any(sequence.num_left for sequence in going):
-        chunks = [
-            (sequence, min(cut[turn % len(cut)], sequence.num_left))
-            for sequence, cut in zip(going, sizes, strict=True)
-            if sequence.num_left
-        ]
-        for (sequence, _), part in zip(chunks, hands.step(chunks), strict=True):
-            rows[going.index(sequence)].append(part)
-        turn += 1
-    for parts, wanted in zip(rows, alone, strict=True):
-        assert torch.equal(torch.cat(parts), wanted)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -129,35 +97,6 @@ def test_hidden_states_come_beside_the_same_logits(name, models, networks):
     logits, hidden = model.forward_with_hidden(batch)
     assert torch.equal(logits, model.forward(batch))
     assert agree(hidden, hf.model(**prompt.arguments).last_hidden_state[0])
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "qwen3_5_moe"])
-def test_a_recorded_step_is_replayed(name, models, dtype):
-    model = models(name, dtype)
-    inputs = [tiny.text_prompt(40, seed, model.num_position_axes).inputs for seed in (1, 2)]
-    eager, replayed = Hands(model, dtype), Hands(model, dtype)
-    chunks = {}
-    for hands in (eager, replayed):
-        chunks[hands] = [(hands.start(item), 1) for item in inputs]
-        hands.step([(going, 20 + 3 * i) for i, (going, _) in enumerate(chunks[hands])])
-    plan, static, logits = Plan(Arena()), None, None
-    for _ in range(5):
-        wanted = torch.cat(eager.step(chunks[eager]))
-        batch = replayed.batch(chunks[replayed])
-        if static is None:
-            static = batch
-            with plan.record():
-                logits = model.forward(static)
-        else:
-            for name_of in ("token_ids_T", "positions_AT", "slots_T", "query_starts", "kv_lengths", "block_table"):
-                getattr(static, name_of).copy_(getattr(batch, name_of))
-            for name_of in ("read_slots", "write_slots"):
-                getattr(static.states, name_of).copy_(getattr(batch.states, name_of))
-            plan.replay()
-        for going, _ in chunks[replayed]:
-            going.num_done += 1
-        assert torch.equal(logits, wanted)
 
 
 @torch.inference_mode()

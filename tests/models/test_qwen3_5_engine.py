@@ -71,19 +71,6 @@ def test_a_video_and_pictures_are_seen(engine, alone, tmp_path):
     assert len({*seen, answer.token_ids, engine.chat(about("What?"), max_tokens=12, **GREEDY).token_ids}) > 3
 
 
-def test_many_at_once(engine, alone):
-    asked = [
-        about(LONG[: 17 * number], *([picture(number, 40, 56)] if number % 3 == 0 else []), "?")
-        for number in range(1, 9)
-    ]
-    expected = [alone.chat(one, max_tokens=20, **GREEDY).token_ids for one in asked]
-    assert [answer.token_ids for answer in engine.chat(asked, max_tokens=20, **GREEDY)] == expected
-    drawn = {"max_tokens": 20, "temperature": 1.0, "seed": 3, "n": 3}
-    several = engine.chat(asked[0], **drawn)
-    assert [a.token_ids for a in several] == [a.token_ids for a in alone.chat(asked[0], **drawn)]
-    assert len({answer.token_ids for answer in several}) == 3
-
-
 def test_log_probabilities_of_a_prompt(engine, alone):
     """Also of one whose state is kept: all rows are computed again."""
     asked = {"prompt": LONG, "max_tokens": 3, "prompt_logprobs": 1, **GREEDY}
@@ -93,18 +80,6 @@ def test_log_probabilities_of_a_prompt(engine, alone):
         assert len(given) == len(LONG) and given[0] is None
         assert [one.token_id for one in given[1:]] == [one.token_id for one in expected[1:]]
         assert np.allclose([one.logprob for one in given[1:]], [one.logprob for one in expected[1:]], atol=1e-3)
-
-
-@pytest.mark.parametrize("speculate", [0, 4])
-def test_guesses_right_and_wrong(folder, alone, speculate):
-    letters = dict.fromkeys(alone.loaded.tokenizer.encode("ab"), 100.0)
-    options = {"max_tokens": 60, "logit_bias": letters, **GREEDY}
-    drawn = {"max_tokens": 60, "logit_bias": letters, "temperature": 1.0, "seed": 1}
-    with tilewright.Engine(folder, kv_memory="20MB", speculate=speculate, **OPTIONS) as engine:
-        for how in (options, drawn):
-            assert engine.chat(about("Say it."), **how).token_ids == alone.chat(about("Say it."), **how).token_ids
-        stats = engine.stats()
-    assert (0 < stats.num_drafts_accepted < stats.num_drafts_proposed) == bool(speculate)
 
 
 def test_constrained_answers(engine, alone):
