@@ -59,9 +59,14 @@ def latents_of(n=1):
     return torch.randn(n, 12, 16, generator=torch.Generator().manual_seed(3))
 
 
+@functools.cache
+def opened(folder):
+    return Diffusion(folder, dtype="float32", pack_cache=False)
+
+
 def ours(folder, **settings):
-    with Diffusion(folder, dtype="float32", pack_cache=False) as diffusion:
-        return diffusion.generate(PROMPT, **{"num_steps": 4, "guidance": 4.0, "output": "latents", **SIZE, **settings})
+    settings = {"num_steps": 4, "guidance": 4.0, "output": "latents", **SIZE, **settings}
+    return opened(folder).generate(PROMPT, **settings)
 
 
 @pytest.mark.parametrize("negative", [None, NEGATIVE], ids=["plain", "guided"])

@@ -88,10 +88,14 @@ def image():
     return Image.fromarray(pixels)
 
 
+@functools.cache
+def opened(folder, dtype="float32", low_memory=False):
+    return Diffusion(folder, dtype=dtype, pack_cache=False, low_memory=low_memory)
+
+
 def generate(folder, latents, *, dtype="float32", low_memory=False, **options):
     options = {"negative_prompt": NEGATIVE, "num_steps": 4, "guidance": 5.0, **SIZE, **options}
-    with Diffusion(folder, dtype=dtype, pack_cache=False, low_memory=low_memory) as diffusion:
-        return diffusion.generate(options.pop("prompt", PROMPT), latents=latents, **options)
+    return opened(folder, dtype, low_memory).generate(options.pop("prompt", PROMPT), latents=latents, **options)
 
 
 def check_run(of_kind, latents, *, num_frames, n=1, image=None, guidance=5.0, num_steps=4, size=SIZE):
@@ -254,9 +258,9 @@ def test_pil_gives_frames_and_settings_tell_the_rest(checkpoint):
 
 def test_a_preview_is_one_small_frame(checkpoint):
     shapes = []
-    with Diffusion(checkpoint("t2v")[1], dtype="float32", pack_cache=False) as diffusion:
-        params = diffusion.params(PROMPT, num_frames=5, num_steps=2, **SIZE)
-        diffusion.run(params, lambda step, steps, latents: shapes.append(diffusion.preview(latents, params).shape))
+    diffusion = opened(checkpoint("t2v")[1])
+    params = diffusion.params(PROMPT, num_frames=5, num_steps=2, **SIZE)
+    diffusion.run(params, lambda step, steps, latents: shapes.append(diffusion.preview(latents, params).shape))
     assert shapes == [(1, 1, 32, 48, 3)] * 2
 
 
@@ -304,6 +308,7 @@ def test_a_large_network_in_fp32_is_told(checkpoint, monkeypatch, caplog):
     """Wan's transformers are published so, and half the time is a lot of it."""
     folder = checkpoint("t2v")[1]
     monkeypatch.setattr(components, "LARGE_BYTES", 40_000)
+    opened.cache_clear()  # it is told when they are loaded
     options = {"num_frames": 1, "num_steps": 1, "guidance": 1.0, "output": "latents"}
     generate(folder, None, dtype="float32", **options)
     assert not caplog.text
