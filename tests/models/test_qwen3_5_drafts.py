@@ -82,8 +82,7 @@ def test_answers_are_those_without_drafts_over_keys_in_bytes(kv_cache_dtype, loa
     assert drafted.drafter.num_accepted > 0
 
 
-@pytest.mark.parametrize("how", PARAMS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "how"), [*((name, "greedy") for name in NAMES), (NAMES[0], "drawn")])
 def test_answers_are_those_without_drafts(name, how, dtype, load_foreseen, networks, alone):
     model, prompts, expected = load_foreseen(name, dtype), prompts_for(name, networks, dtype), alone(name, dtype, how)
     ways = {

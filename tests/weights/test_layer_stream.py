@@ -47,12 +47,12 @@ def ranges_of(file):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_layers", "num_kept"), [(2, 0), (3, 1), (4, 2), (5, 3), (6, 6), (9, 6)])
+@pytest.mark.parametrize(("num_layers", "num_kept"), [(2, 0), (4, 2), (6, 6)])
 def test_what_is_resident_stays_within_the_budget(file, num_layers, num_kept):
     stream = LayerStream(ranges_of(file), num_layers * LAYER)
     assert stream.num_kept == num_kept
     highest = 0
-    for _ in range(3):
+    for _ in range(2):
         for index in range(NUM_LAYERS):
             stream.enter(index)
             for reading in stream._reading.values():
