@@ -140,10 +140,6 @@ def test_results_of_torch_are_not_of_the_arena():
         assert plan.empty((3, 5), torch.float32).device == META
 
 
-def _nothing(x, eps, *, residual=None, out=None):
-    return out
-
-
 def calls_of_every_op(dtype):
     """Each op as a model calls it: (op, arguments, keywords), on the meta device."""
     f32 = torch.float32
