@@ -169,7 +169,7 @@ WRONG_VALUES = [
     ("/v1/responses", {"truncation": "bogus"}, "truncation", "'auto' or 'disabled'"),
     ("/v1/responses", {"max_tool_calls": -4}, "max_tool_calls", "greater than or equal to 1"),
     ("/v1/responses", {"include": ["zz"]}, "include", "'reasoning.encrypted_content'"),
-    ("/v1/responses", {"context_management": [{"type": "compaction"}]}, "context_management", "not shortened"),
+    ("/v1/responses", {"context_management": [{"type": "compaction"}]}, "context_management", "not truncated"),
     ("/v1/responses", {"conversation": "c"}, "conversation", "use previous_response_id"),
     ("/v1/responses", {"prompt": {"id": "p"}}, "prompt", "prompts are not stored"),
     ("/v1/responses", {"top_logprobs": 3}, "top_logprobs", "use /v1/chat/completions"),
