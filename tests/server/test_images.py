@@ -1,6 +1,5 @@
 """/v1/images over HTTP, with OpenAI's client, in front of a process that makes fake images."""
 
-import asyncio
 import base64
 import contextlib
 import http.client
@@ -8,7 +7,6 @@ import io
 import json
 import os
 import signal
-import tempfile
 import threading
 import urllib.error
 import urllib.request
@@ -17,16 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import openai
 import pytest
-import soak_images
 from conftest import ScriptedBackend, serving
 from fake_diffusion import NAME, fake_backend
 from page_browser import png
 from PIL import Image
-from processes import family_of
-from serve_process import ServerProcess
 from soak import bomb
 from test_guard import AMBIGUOUS, error_of, send
-from tiny_checkpoint import write_vision_model
 
 from tilewright.outputs.images import settings_of
 from tilewright.process import supervisor
@@ -481,52 +475,3 @@ def test_bodies_of_other_types(ready):
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(request, timeout=WAIT_S)
         assert caught.value.code == 400 and "error" in json.loads(caught.value.read())
-
-
-def test_a_hundred_requests_of_chat_and_images_leave_nothing_behind(serve, tmp_path, monkeypatch):
-    """On the whole server: test_soak.py, and python tests/server/soak_kills.py."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    running = serve(settings=ServerSettings(idle_timeout_s=0.1))
-
-    def held():
-        """Without the memory, which a test beside it changes, and once connections that wait are closed."""
-        until(
-            lambda: metric(running, "tilewright_pictures_running") + metric(running, "tilewright_pictures_waiting") == 0
-        )
-        seen = soak_images.left_behind(os.getpid())
-        return seen["processes"], seen["files"]
-
-    asyncio.run(soak_images.run(running.url, 2 * len(soak_images.KINDS), 2))
-    before = held()
-    statuses, wrong = asyncio.run(soak_images.run(running.url, 100, 8, seed=1))
-    assert not wrong and sum(statuses.values()) == 100
-    until(lambda: held() <= before)
-    assert not running.handler.diffusion._streams and not running.handler._answers
-    assert not list(tmp_path.iterdir())
-    assert metric(running, "tilewright_picture_worker_restarts_total") == 0
-
-
-def test_the_whole_server_with_a_pipeline(tmp_path):
-    """`tilewright serve` as users start it: a tiny Z-Image beside a tiny model for chat, each in its process."""
-    from tiny_pipelines import z_image_pipeline
-
-    z_image_pipeline(tmp_path / "tiny-z-image")
-    chat = write_vision_model(tmp_path / "chat")
-    server = ServerProcess(chat, "--image-model", str(tmp_path / "tiny-z-image"), "--image-low-memory")
-    try:
-        client = server.client()
-        assert [model.id for model in client.models.list()] == ["chat", "tiny-z-image"]
-        assert len(family_of(server.process.pid)) == 1 + len(family_of(server.engine_pid()))  # no worker yet
-        fields = {"prompt": "a red circle", "size": "32x16", "extra_body": {"seed": 5, "steps": 2}}
-        (made,) = client.images.generate(**fields).data
-        assert image(made.b64_json).size == (32, 16) and made.settings["model"] == "tiny-z-image"
-        events = list(client.images.generate(**fields, stream=True, partial_images=1))
-        assert [event.type for event in events] == ["image_generation.partial_image", "image_generation.completed"]
-        assert events[-1].b64_json == made.b64_json  # the same seed
-        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{made.b64_json}"}}
-        question = [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}]
-        assert client.chat.completions.create(model="chat", messages=question, max_tokens=2).choices
-        family = family_of(server.process.pid)
-    finally:
-        server.end()
-    assert not [pid for pid in family if os.path.exists(f"/proc/{pid}")]

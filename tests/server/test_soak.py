@@ -1,6 +1,7 @@
 """Requests of all kinds, 32 at once, on the whole server; and streams beside clients that misbehave."""
 
 import asyncio
+import os
 import statistics
 import time
 
@@ -70,10 +71,10 @@ def test_streams_beside_clients_that_misbehave(tmp_path):
 
 def test_chat_and_images_leave_nothing_behind(tmp_path):
     """The whole server, its engine and its diffusion worker. For longer: python tests/server/soak_kills.py."""
-    z_image_pipeline(tmp_path / "pipeline")
+    z_image_pipeline(tmp_path / "tiny-z-image")
     (temporary := tmp_path / "temporary").mkdir()
-    chat, flags = write_vision_model(tmp_path / "chat"), ("--image-model", str(tmp_path / "pipeline"))
-    server = ServerProcess(chat, *flags, TMPDIR=str(temporary))
+    flags = ("--image-model", str(tmp_path / "tiny-z-image"), "--image-low-memory")
+    server = ServerProcess(write_vision_model(tmp_path / "chat"), *flags, TMPDIR=str(temporary))
 
     def held():
         """Memory apart: it still grows up to the size of what is cached. Streams that were left end within a step."""
@@ -85,6 +86,14 @@ def test_chat_and_images_leave_nothing_behind(tmp_path):
         return {name: found[name] for name in ("processes", "threads", "files", "shared")}
 
     try:
+        client = server.client()
+        assert [model.id for model in client.models.list()] == ["chat", "tiny-z-image"]
+        assert len(family_of(server.process.pid)) == 1 + len(family_of(server.engine_pid()))  # no worker yet
+        fields = {"prompt": "a red circle", "size": "32x16", "extra_body": {"seed": 5, "steps": 2}}
+        (made,) = client.images.generate(**fields).data
+        assert made.settings["model"] == "tiny-z-image"
+        *_, last = client.images.generate(**fields, stream=True, partial_images=1)
+        assert last.type == "image_generation.completed" and last.b64_json == made.b64_json  # the same seed
         asyncio.run(soak_images.run(server.url, 2 * len(soak_images.KINDS), 8))
         before = held()
         statuses, wrong = asyncio.run(soak_images.run(server.url, 5 * len(soak_images.KINDS), 8, seed=1))
@@ -94,6 +103,8 @@ def test_chat_and_images_leave_nothing_behind(tmp_path):
             assert time.monotonic() < deadline, (before, held())
             time.sleep(0.1)
         assert not list(temporary.rglob("*"))
+        family = family_of(server.process.pid)
     finally:
         server.end()
+    assert not [pid for pid in family if os.path.exists(f"/proc/{pid}")]
     assert not list(temporary.rglob("*"))
