@@ -14,7 +14,6 @@ from pipeline_ranks import run_on_ranks
 from tiny_flux import HEIGHT, NUM_STEPS, PROMPT, WIDTH, opened, ours
 from torch_bf16 import quick_products
 
-from tilewright import Diffusion
 from tilewright.diffusion.pipelines import flux2
 from tilewright.types import RequestError
 
@@ -123,14 +122,6 @@ def test_two_ranks_give_what_one_does(pipelines):
     alone = ours(folder, **settings).latents
     for result in run_on_ranks(2, folder, PROMPT, **settings):
         assert relative(result.latents, alone) < 1e-4
-
-
-def test_low_memory_gives_the_same(pipelines):
-    _, folder = pipelines("base")
-    settings = {"width": WIDTH, "height": HEIGHT, "num_steps": 1, "latents": given(), "output": "latents"}
-    with Diffusion(folder, dtype="float32", pack_cache=False, low_memory=True) as diffusion:
-        latents = diffusion.generate(PROMPT, **settings).latents
-    assert torch.equal(latents, ours(folder, **settings).latents)
 
 
 def test_reused_steps_are_close(pipelines):
