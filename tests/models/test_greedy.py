@@ -14,7 +14,7 @@ from tilewright.types import ModelInputs, SamplingParams
 
 PAGE_SIZE = 32
 CHUNK_SIZE = 64  # of prompts in recurrent layers; where chunks begin, a bf16 state rounds
-NUM_TOKENS = 32
+NUM_TOKENS = 36  # enough for prompts that share few pages to need more of them
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)
 PARAMS = {"greedy": GREEDY, "drawn": DRAWN}
