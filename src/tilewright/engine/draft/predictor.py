@@ -110,7 +110,7 @@ class DraftPlan:
 
     is_read: list[bool]  # by chunk
     num_drafts: int | None  # None: drafting pauses
-    only_decodes: bool  # the time of other steps depends on their prompts and pictures
+    only_decodes: bool  # the time of other steps depends on their prompts and images
     began_s: float
 
     @property
