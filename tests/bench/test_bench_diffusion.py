@@ -21,10 +21,7 @@ class Bench(FakeDiffusion):
         return self.limits.params(prompt, **settings)
 
     def run(self, params, on_step=None):
-        generated = super().run(params, lambda step, num_steps, latents: None)
-        timings = generated.timings
-        timings.total_s = timings.encode_s + timings.denoise_s + timings.decode_s
-        return generated
+        return super().run(params, lambda step, num_steps, latents: None)
 
     def __enter__(self):
         return self
