@@ -216,8 +216,8 @@ extern "C" __global__ void norm_rope(bf16* q, bf16* k, const bf16* q_weight, con
   for (int i = 2 * half + lane; i < width; i += 32) x[i] = rounded(own[i]);
 }
 
-// Stores keys and values of a token, `width` elements each, in row `slots[token]` of their pages; for a negative slot in
-// the last row, which is unused. A block stores a token; the width is a multiple of 8.
+// Stores keys and values of a token, `width` elements each, in row `slots[token]` of their pages; for a negative slot
+// in the last row, which is unused. A block stores a token; the width is a multiple of 8.
 extern "C" __global__ void store_rows(const bf16* k, const bf16* v, bf16* keys, bf16* values, const number* slots,
                                       number num_rows, number width, number k_stride, number v_stride) {
   let_next_start();
