@@ -156,6 +156,16 @@ def test_an_animation_with_delays_of_its_own(form):
         list(opened(data[: len(data) // 2]).frames([0, 5]))
 
 
+def test_a_webp_with_a_chunk_of_odd_length():
+    """Chunks begin at even places: a byte of padding, which the length does not count, follows an odd one."""
+    whole = animation("WEBP", [100, 1000, 100, 500, 100, 200])
+    first_frame = whole.index(b"ANMF")
+    extra = b"XTRA" + (3).to_bytes(4, "little") + b"odd" + b"\0"
+    length = (len(whole) - 8 + len(extra)).to_bytes(4, "little")
+    data = whole[:4] + length + whole[8:first_frame] + extra + whole[first_frame:]
+    assert opened(data).times_s == opened(whole).times_s
+
+
 def test_an_apng_whose_first_picture_is_not_part_of_it():
     video = opened(animation("PNG", 100, default_image=True))
     assert video.num_frames == 5

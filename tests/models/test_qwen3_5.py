@@ -71,6 +71,29 @@ def test_a_prompt_cut_anywhere_is_the_whole(models, truths, sizes, index):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_neighbours_change_nothing(name, models, networks, dtype):
+    """One decodes while others are in prefill, unlike in length and place: the bits are those of each alone."""
+    model = models(name, dtype)
+    prompts = [prompt.inputs for prompt in tiny_qwen3_5.prompts_for(name, networks(name)[0])]
+    sizes = [(9, 1), (70,), (5, 17), (40, 2)][: len(prompts)]
+    alone = [Hands(model, dtype).run(inputs, cut) for inputs, cut in zip(prompts, sizes, strict=True)]
+    hands = Hands(model, dtype)
+    going = [hands.start(inputs) for inputs in prompts]
+    rows, turn = [[] for _ in prompts], 0
+    while any(sequence.num_left for sequence in going):
+        chunks = [
+            (sequence, min(cut[turn % len(cut)], sequence.num_left))
+            for sequence, cut in zip(going, sizes, strict=True)
+            if sequence.num_left
+        ]
+        for (sequence, _), part in zip(chunks, hands.step(chunks), strict=True):
+            rows[going.index(sequence)].append(part)
+        turn += 1
+    for parts, wanted in zip(rows, alone, strict=True):
+        assert torch.equal(torch.cat(parts), wanted)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_only_the_rows_asked_for(name, models, networks):
     """The last layer, attention or recurrent, gives those alone and leaves every token's keys, values and state."""
     model = models(name, torch.float32)
