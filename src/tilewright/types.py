@@ -43,7 +43,14 @@ class TransientError(RuntimeError):
 
 
 class EngineUnavailable(RuntimeError):
-    """No engine is ready: it is loading, or it ended and is being restarted."""
+    """No engine is ready: it is loading, or it ended and is being restarted, or the server is shutting down.
+
+    `code` tells these apart for clients.
+    """
+
+    def __init__(self, message: str, code: str = "engine_unavailable") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class ContextLengthExceeded(RequestError):

@@ -14,7 +14,7 @@ from oracle import require
 
 from tilewright.cli import main
 from tilewright.engine.engine import Engine
-from tilewright.engine.speech.voices import find_voice
+from tilewright.engine.speech.sequence import find_voice
 from tilewright.models.qwen3_omni.config import MediaTokens
 from tilewright.outputs.sound import to_pcm16
 from tilewright.types import RequestError

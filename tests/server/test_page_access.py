@@ -149,7 +149,7 @@ def test_a_phone_scrolls_down_only(url, visits):
     send(page, "A long answer for a small screen " + "z" * 200)
     wait_until_done(page)
     assert page.evaluate(fits)
-    assert page.locator(".code pre").evaluate("node => node.scrollWidth > node.clientWidth")
+    until(page, "document.querySelector('.code pre').scrollWidth > document.querySelector('.code pre').clientWidth")
     page.get_by_role("button", name="Conversations", exact=True).click()
     page.locator("#sidebar").wait_for()
     assert page.evaluate("document.querySelector('#stage').inert") and page.evaluate(fits)

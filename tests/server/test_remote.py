@@ -7,6 +7,8 @@ import pytest
 from tiny_checkpoint import write_text_model
 
 from tilewright.process.supervisor import ProcessRefused
+from tilewright.server.http.errors import as_api_error
+from tilewright.server.http.respond import shutting_down
 from tilewright.server.link import remote
 from tilewright.server.link.backend import EngineRequest
 from tilewright.server.link.remote import RemoteBackend
@@ -55,6 +57,17 @@ def test_it_keeps_restarting_once_it_was_ready(tmp_path, monkeypatch):
     asyncio.run(asyncio.wait_for(live(), 120))
 
 
+def test_a_request_cut_off_by_the_end_of_the_server_is_told_so():
+    """Whether the engine's end is seen first or the server's own."""
+    backend, events = RemoteBackend({}), []
+    backend._listeners["one"] = events.append
+    backend._is_closing = True
+    backend.on_end("status 0")
+    (failed,) = events
+    error, expected = as_api_error(failed.error()), shutting_down()
+    assert (error.status, error.code, error.message) == (503, expected.code, expected.message)
+
+
 PROCESS = """
 import time
 
@@ -78,7 +91,8 @@ class SlowBackend(RemoteBackend):
         self._entry = "process_that_is_slow:serve"
 
 
-@pytest.mark.parametrize("pause_s", [0.0, 0.1])
+# It must not wake just as the query times out.
+@pytest.mark.parametrize("pause_s", [0.0, 0.3])
 def test_an_engine_too_busy_to_tell_its_stats_is_not_taken_for_one_that_hangs(tmp_path, monkeypatch, pause_s):
     (tmp_path / "process_that_is_slow.py").write_text(PROCESS)
     monkeypatch.syspath_prepend(tmp_path)

@@ -7,7 +7,7 @@ import pytest
 from conftest import ScriptedBackend
 from fake_diffusion import LIMITS
 
-from tilewright.server.api.served import ImageModel, Served, TextModel
+from tilewright.server.api.served import Served, ServedImageModel, ServedTextModel
 from tilewright.server.http.errors import ApiError
 from tilewright.server.http.settings import ServerSettings
 from tilewright.types import EngineUnavailable
@@ -16,11 +16,11 @@ from tilewright.types import EngineUnavailable
 def text_model(name, accepts=(), voices=(), served_name=None):
     backend = ScriptedBackend(name=name, accepts=accepts)
     backend.model = dataclasses.replace(backend.model, voices=voices)
-    return TextModel(backend, admission=None, served_name=served_name)
+    return ServedTextModel(backend, admission=None, served_name=served_name)
 
 
 def image_model(name, limits=None):
-    return ImageModel(SimpleNamespace(name=name, limits=limits))
+    return ServedImageModel(SimpleNamespace(name=name, limits=limits))
 
 
 PLAIN, OMNI = text_model("plain"), text_model("omni", accepts=("audio",), voices=("bob",))
@@ -84,7 +84,7 @@ def test_an_engine_that_starts_keeps_nobody_from_drawing():
         def model(self, model):
             pass
 
-    served = Served([TextModel(Starting(), admission=None)], [DRAWING])
+    served = Served([ServedTextModel(Starting(), admission=None)], [DRAWING])
     assert served.find_image("drawing") is DRAWING
     with pytest.raises(EngineUnavailable):
         served.find_text("drawing")

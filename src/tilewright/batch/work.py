@@ -83,7 +83,7 @@ BAR_INTERVAL_S = 0.5
 LINE_INTERVAL_S = 60.0
 
 
-class Progress:
+class BatchProgress:
     """Shows Totals on standard error during a batch."""
 
     def __init__(self, totals: Totals, num_requests: int, num_tokens: Callable[[], int], *, is_quiet: bool) -> None:

@@ -22,7 +22,7 @@ from tilewright.weights import embedded
 if TYPE_CHECKING:
     from tilewright.batch.requests import RequestFile
     from tilewright.batch.results import Results
-    from tilewright.batch.work import Progress, Totals
+    from tilewright.batch.work import BatchProgress, Totals
     from tilewright.engine.engine import Engine
 
 # The library's limits: the files are the user's own. The gate reads paths, not the engine.
@@ -145,7 +145,7 @@ async def _answer_all(
 ) -> int:  # fmt: skip
     """Answer all requests until done or interrupted; return the exit status."""
     from tilewright.batch.requests import PathGate
-    from tilewright.batch.work import BatchWorkers, Progress
+    from tilewright.batch.work import BatchProgress, BatchWorkers
     from tilewright.server.link.remote import LocalBackend
     from tilewright.server.media.gate import MediaGate, MediaPolicy
 
@@ -158,7 +158,7 @@ async def _answer_all(
     gate = MediaGate(policy)
     workers = BatchWorkers(backend, model, PathGate(gate, requests.path.parent), results.append, totals)
     concurrency = min(options.concurrency or 2 * model.max_sequences, len(requests) - requests.num_done)
-    progress = Progress(totals, len(requests), lambda: engine.stats().num_output_tokens, is_quiet=options.quiet)
+    progress = BatchProgress(totals, len(requests), lambda: engine.stats().num_output_tokens, is_quiet=options.quiet)
 
     async def close() -> None:
         await gate.close()
@@ -172,7 +172,7 @@ def _answer_by_replicas(
 ) -> int:
     """Answer all requests with several engines; return the exit status."""
     from tilewright.batch import ray_data
-    from tilewright.batch.work import ENGINE_LOST, Progress, WorkerSettings
+    from tilewright.batch.work import ENGINE_LOST, BatchProgress, WorkerSettings
     from tilewright.engine.schedule.step import StepLimits
     from tilewright.server.replicas import ray_serving
 
@@ -194,7 +194,7 @@ def _answer_by_replicas(
     )
     concurrency = options.concurrency or 2 * (options.max_sequences or StepLimits.max_sequences)
     writer = ray_data.BlockWriter(requests, results.append, totals)
-    progress = Progress(totals, len(requests), lambda: totals.num_output_tokens, is_quiet=options.quiet)
+    progress = BatchProgress(totals, len(requests), lambda: totals.num_output_tokens, is_quiet=options.quiet)
 
     async def close() -> None:
         await asyncio.to_thread(ray_serving.disconnect)
@@ -212,7 +212,7 @@ def _answer_by_replicas(
 
 async def _finish(
     options: argparse.Namespace, work: Coroutine[Any, Any, None], close: Callable[[], Awaitable[None]],
-    results: Results, totals: Totals, progress: Progress,
+    results: Results, totals: Totals, progress: BatchProgress,
 ) -> int:  # fmt: skip
     """Wait until the work is done or interrupted, close, print the summary and return the exit status."""
     from tilewright.batch.work import InterruptHandler

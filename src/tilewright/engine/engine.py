@@ -31,7 +31,7 @@ from tilewright.engine.ranks.ranks import EngineRanks, start_ranks
 from tilewright.engine.run.executor import Executor
 from tilewright.engine.schedule.sequence import PromptReader
 from tilewright.engine.schedule.step import StepLimits
-from tilewright.engine.speech.voices import voice_aliases
+from tilewright.engine.speech.sequence import voice_aliases
 from tilewright.inputs.isolation.opener import IsolatedOpener, Opener
 from tilewright.inputs.media import MediaLimits
 from tilewright.inputs.messages import TextBudget, TextLimits, has_media

@@ -12,8 +12,7 @@ from tilewright.engine.kv.pages import PagePool
 from tilewright.engine.schedule.sequence import Sequence
 from tilewright.engine.schedule.step import Step
 from tilewright.engine.speech.runner import SpeechRunner, TalkerChunk
-from tilewright.engine.speech.sequence import SpeechParams, SpeechSequence
-from tilewright.engine.speech.voices import find_voice
+from tilewright.engine.speech.sequence import SpeechParams, SpeechSequence, find_voice
 from tilewright.layers.batch import WantedStates
 from tilewright.models.qwen3_omni.code2wav import Code2WavState
 from tilewright.ops import backend

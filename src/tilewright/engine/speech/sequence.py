@@ -1,8 +1,9 @@
-"""The talker's side of one spoken answer: the rows it reads, the frames it has made of them, and their samples."""
+"""The talker's side of one spoken answer: its voice, the rows it reads, the frames made of them, and their samples."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,11 +13,17 @@ from tilewright.engine.sample.sampler import uniform_at
 from tilewright.engine.schedule.sequence import Sequence
 from tilewright.models.qwen3_omni.code2wav import Code2WavState
 from tilewright.models.qwen3_omni.talker import TalkerPrompt
+from tilewright.types import RequestError
 
 # The checkpoint authors' recommendation, which transformers uses by default.
 TEMPERATURE, TOP_K, REPETITION_PENALTY = 0.9, 50, 1.05
 CODE_TOP_K, CODE_TOP_P = 50, 0.8  # of the codes after a frame's first
 MAX_FRAMES = 4095  # 5.5 minutes
+
+# Applications written for OpenAI's models name these. Their order decides which voice a name means, so append only.
+OPENAI_VOICES = (
+    "alloy", "ash", "ballad", "coral", "echo", "fable", "nova", "onyx", "sage", "shimmer", "verse", "marin", "cedar",
+)  # fmt: skip
 
 _next_id = itertools.count()
 # Random numbers of speech are from another series than those of text, whose index is that of the answer.
@@ -123,3 +130,21 @@ class SpeechSequence:
         if not found:
             return [], None
         return [row for row, _ in found], torch.stack([self.media_states[of] for _, of in found])
+
+
+def voice_aliases(voices: tuple[str, ...]) -> Mapping[str, str]:
+    """Return OpenAI's names that no voice of the model has, each with the voice it means: the model's, in turn."""
+    if not voices:
+        return {}
+    own = {voice.lower() for voice in voices}
+    return {name: voices[i % len(voices)] for i, name in enumerate(OPENAI_VOICES) if name not in own}
+
+
+def find_voice(name: str, voices: tuple[str, ...]) -> str:
+    """Return the model's voice that a request names; RequestError with the list where there is no such voice."""
+    aliases = voice_aliases(voices)
+    found = {**aliases, **{voice.lower(): voice for voice in voices}}.get(name.lower())
+    if found is None:
+        message = f"voice is {name!r:.100}, expected one of {', '.join(voices)}, or a name of OpenAI's for one of them"
+        raise RequestError(f"{message}: {', '.join(aliases)}", param="voice")
+    return found

@@ -15,7 +15,7 @@ from tilewright.server.api.bodies import GenerationBody
 from tilewright.server.api.endpoints import ENDPOINTS, FILE_ENDPOINTS, Context, Endpoint, PreparedRequest
 from tilewright.server.api.images.handler import DiffusionHandler
 from tilewright.server.api.responses.request import ResponseHistory
-from tilewright.server.api.served import ImageModel, Served, TextModel
+from tilewright.server.api.served import Served, ServedImageModel, ServedTextModel
 from tilewright.server.http.admission import Admission, MemoryReservation
 from tilewright.server.http.bodies import JsonResponse
 from tilewright.server.http.errors import ApiError
@@ -47,8 +47,8 @@ class ApiHandler:
         self.metrics = metrics = Metrics()
         self.gate = MediaGate(settings.media)
         self.served = Served(
-            [TextModel(one, Admission(settings.max_queue, metrics), settings.served_name) for one in backends],
-            [ImageModel(one) for one in image_backends],
+            [ServedTextModel(one, Admission(settings.max_queue, metrics), settings.served_name) for one in backends],
+            [ServedImageModel(one) for one in image_backends],
         )
         self.diffusion = DiffusionHandler(settings, self.served, self.gate, metrics)
         self._history = ResponseHistory()

@@ -17,7 +17,7 @@ Kind = Literal["chat", "speak", "hear", "draw"]
 
 
 @dataclass(frozen=True)
-class TextModel:
+class ServedTextModel:
     """A model behind an engine. Its properties raise EngineUnavailable while the engine is not ready."""
 
     backend: Backend
@@ -76,7 +76,7 @@ class TextModel:
 
 
 @dataclass(frozen=True)
-class ImageModel:
+class ServedImageModel:
     """A model that makes images or videos. Its backend has the queue that admits requests."""
 
     backend: DiffusionBackend
@@ -122,10 +122,10 @@ class ImageModel:
 class Served:
     """The models of a server. A request that names none means the first that can do what it asks."""
 
-    text_models: Sequence[TextModel] = ()
-    image_models: Sequence[ImageModel] = ()
+    text_models: Sequence[ServedTextModel] = ()
+    image_models: Sequence[ServedImageModel] = ()
 
-    def find_text(self, name: str | None, kind: Kind = "chat") -> TextModel:
+    def find_text(self, name: str | None, kind: Kind = "chat") -> ServedTextModel:
         """Return the model that answers a request in text or speech; raise a 404 if there is none of this name."""
         models = self.text_models
         if not models:
@@ -142,7 +142,7 @@ class Served:
             raise named[0].refusal(kind)
         return able[0]
 
-    def find_image(self, name: str | None) -> ImageModel:
+    def find_image(self, name: str | None) -> ServedImageModel:
         """Return the model that makes an image or a video; raise a 404 if there is none of this name."""
         models = self.image_models
         message = "this server makes no images: it was started without --image-model"
@@ -152,7 +152,7 @@ class Served:
             message = f"{name[:200]!r} makes no images here, only {_names(models)} does"
         raise ApiError(404, message, param="model", code="model_not_found")
 
-    def find(self, name: str) -> TextModel | ImageModel:
+    def find(self, name: str) -> ServedTextModel | ServedImageModel:
         """Return the model of this name, whatever it can do; raise a 404 if there is none."""
         for model in self.image_models:
             if model.is_meant_by(name):
@@ -161,9 +161,9 @@ class Served:
 
     def objects(self, created: int, settings: ServerSettings) -> list[dict[str, Any]]:
         """Return the models and what each can do, for /v1/models."""
-        models: list[TextModel | ImageModel] = [*self.text_models, *self.image_models]
+        models: list[ServedTextModel | ServedImageModel] = [*self.text_models, *self.image_models]
         return [model.as_object(created, settings) for model in models]
 
 
-def _names(models: Sequence[TextModel] | Sequence[ImageModel]) -> str:
+def _names(models: Sequence[ServedTextModel] | Sequence[ServedImageModel]) -> str:
     return " or ".join(repr(model.name) for model in models)

@@ -60,7 +60,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error), param=param_of(error), code=error.code)
     if isinstance(error, EngineUnavailable):
         headers = {"Retry-After": str(RETRY_AFTER_S)}
-        return ApiError(503, str(error), kind="server_error", code="engine_unavailable", headers=headers)
+        return ApiError(503, str(error), kind="server_error", code=error.code, headers=headers)
     if isinstance(error, EngineFailure):
         return ApiError(500, str(error), kind="server_error", code="engine_failed")
     # The text of an unexpected error goes to the log only: it could expose internals.

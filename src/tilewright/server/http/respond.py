@@ -20,6 +20,8 @@ from tilewright.server.http.bodies import JsonResponse, to_json
 from tilewright.server.http.errors import ApiError, as_api_error
 from tilewright.server.http.log import RequestLog
 from tilewright.server.link.backend import (
+    SERVER_ENDING,
+    SHUTTING_DOWN,
     Abort,
     AnswerDelta,
     Backend,
@@ -355,8 +357,7 @@ def timed_out(timeout_s: float) -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    message = "the server is shutting down before the answer is complete"
-    return ApiError(503, message, kind="server_error", code="server_ending", headers={"Connection": "close"})
+    return ApiError(503, SHUTTING_DOWN, kind="server_error", code=SERVER_ENDING, headers={"Connection": "close"})
 
 
 async def send_event(send: Send, data: Mapping[str, Any], name: str | None) -> None:

@@ -74,6 +74,10 @@ class Ended:
     bandwidth_share: float | None = None  # of the machine's read bandwidth, in the steps after the first token
 
 
+# What answers that the server's end cuts off are told, and the code of that error.
+SHUTTING_DOWN, SERVER_ENDING = "the server is shutting down before the answer is complete", "server_ending"
+
+
 @dataclass(frozen=True)
 class Failed:
     """The request failed; no more events follow."""
@@ -86,7 +90,9 @@ class Failed:
     def error(self) -> Exception:
         if self.kind == "request":
             return RequestError(self.message, param=self.param, code=self.code)
-        return {"engine": EngineFailure, "unavailable": EngineUnavailable}[self.kind](self.message)
+        if self.kind == "engine":
+            return EngineFailure(self.message)
+        return EngineUnavailable(self.message) if self.code is None else EngineUnavailable(self.message, self.code)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from tilewright.process.log import TEXT, LogSettings
 from tilewright.process.state import ActivityProbe
 from tilewright.process.supervisor import SupervisedProcess
 from tilewright.server.link.backend import (
+    SERVER_ENDING,
+    SHUTTING_DOWN,
     Abort,
     Ended,
     EngineRequest,
@@ -147,12 +149,12 @@ class RemoteBackend(SupervisedProcess):
         """Fail all running requests."""
         if not (self._is_closing or self._is_refused):
             _log.error("the engine ended (%s) with %d running requests", how, len(self._listeners))
-        message = f"the engine ended ({how}) and is being restarted; send the request again"
+        failed = Failed("unavailable", f"the engine ended ({how}) and is being restarted; send the request again")
         if self._is_closing:
-            message = "the server is shutting down before the answer is complete"
+            failed = Failed("unavailable", SHUTTING_DOWN, code=SERVER_ENDING)
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
-            listener(Failed("unavailable", message))
+            listener(failed)
         for waiting in self._stats.values():
             if not waiting.done():
                 waiting.set_exception(EngineUnavailable(f"the engine ended ({how})"))
