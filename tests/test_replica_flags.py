@@ -95,6 +95,7 @@ def test_ray_is_told_to_stay_on_this_machine(monkeypatch):
 @pytest.mark.parametrize("command", [["serve"], ["batch", "in.jsonl", "out.jsonl"]])
 def test_flags_that_need_others(command, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)  # other tests need it
     assert cli.main([*command, "--ray-address", "127.0.0.1:1"]) == 2
     assert "--ray-address is given, expected --replicas with it" in capsys.readouterr().err
     monkeypatch.setattr(replicas.importlib.util, "find_spec", lambda name: None)
